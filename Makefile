@@ -1,0 +1,76 @@
+# Every command of the project; `make` alone lists them. A bare Python with venv is all it needs.
+
+PYTHON ?= python3
+# Another package index for torch alone, such as PyTorch's own for CPU wheels; empty: the default.
+TORCH_INDEX ?=
+# Another torch than the pinned one, such as 2.11.0; empty: the pin.
+TORCH ?=
+# Passed on to what the target runs: make test ARGS="-k varlen"
+ARGS ?=
+VENV ?= .venv
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PINS := $(VENV)/constraints.txt
+PIP := $(BIN)/python -m pip --quiet --no-input --disable-pip-version-check
+LABS := $(sort $(wildcard labs/[0-9]*.py))
+NOTEBOOKS := $(LABS:labs/%.py=build/notebooks/%.ipynb)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help env run test lint format labs notebooks docs bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo 'Variables: PYTHON VENV TORCH_INDEX TORCH ARGS WORKERS (see the top of the Makefile)'
+
+env: $(READY)  ## make the environment in .venv, from the pins; every target does so when it must
+
+run: $(READY)  ## the main job: tilewise report, which checks, measures and writes build/report.html
+	@mkdir -p build
+	@$(BIN)/tilewise report --output build/report.html $(ARGS)
+
+test: $(READY)  ## all tests
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(READY)  ## formatting, lint, types, size budget; changes nothing
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python tools/size_budget.py
+
+format: $(READY)  ## put the formatting right, and what lint can mend by itself
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+labs: $(READY)  ## run every lab on the CPU; a warning is an error
+	@set -e; for lab in $(LABS); do echo "== $$lab"; \
+	  MPLBACKEND=Agg $(BIN)/python -W error $$lab $(ARGS); done
+
+notebooks: $(NOTEBOOKS)  ## render the labs to build/notebooks, executed
+
+build/notebooks/%.ipynb: labs/%.py $(READY)
+	@mkdir -p build/notebooks
+	@$(BIN)/jupytext --quiet --to ipynb --output $@ $<
+	@PYTHONPATH="$(CURDIR)/labs" $(BIN)/jupyter-execute --kernel_name=python3 --inplace $@
+
+docs: $(READY)  ## run the documents' commands and examples, and check their links
+	@$(BIN)/python tools/check_docs.py $(ARGS)
+
+bench: $(READY)  ## tilewise bench
+	@$(BIN)/tilewise bench $(ARGS)
+
+clean:  ## remove what the targets wrote, except the environment
+	@rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+# Torch from another index comes first and alone: its own dependencies may not be there.
+$(READY): pyproject.toml requirements/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Tilewise needs Python 3.10 or newer; name one with PYTHON=..." if sys.version_info < (3, 10) else 0)'
+	@echo "Making $(VENV) from requirements/constraints.txt; the first time, torch's download takes minutes."
+	@$(PYTHON) -m venv $(VENV) || { echo "No venv in this Python; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@sed $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/') -e '/^#/d' requirements/constraints.txt > $(PINS)
+	@$(if $(TORCH_INDEX),$(PIP) install --no-deps --index-url $(TORCH_INDEX) -c $(PINS) torch,:)
+	@$(PIP) install -c $(PINS) -e '.[dev]'
+	@touch $@
