@@ -13,9 +13,10 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PINS := $(VENV)/constraints.txt
-PIP := $(BIN)/python -m pip --quiet --no-input --disable-pip-version-check
+PIP := $(BIN)/python -m pip -qq --no-input --disable-pip-version-check
 LABS := $(sort $(wildcard labs/[0-9]*.py))
 NOTEBOOKS := $(LABS:labs/%.py=build/notebooks/%.ipynb)
+HELPERS := $(filter-out $(LABS),$(wildcard labs/*.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -35,10 +36,12 @@ test: $(READY)  ## all tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(READY)  ## formatting, lint, types, size budget; changes nothing
-	@$(BIN)/ruff format --check .
-	@$(BIN)/ruff check .
-	@$(BIN)/mypy
-	@$(BIN)/python tools/size_budget.py
+	@failed=0; \
+	$(BIN)/ruff format --check . || failed=1; \
+	$(BIN)/ruff check . || failed=1; \
+	$(BIN)/mypy || failed=1; \
+	$(BIN)/python tools/size_budget.py || failed=1; \
+	exit $$failed
 
 format: $(READY)  ## put the formatting right, and what lint can mend by itself
 	@$(BIN)/ruff format .
@@ -50,7 +53,7 @@ labs: $(READY)  ## run every lab on the CPU; a warning is an error
 
 notebooks: $(NOTEBOOKS)  ## render the labs to build/notebooks, executed
 
-build/notebooks/%.ipynb: labs/%.py $(READY)
+build/notebooks/%.ipynb: labs/%.py $(HELPERS) $(READY)
 	@mkdir -p build/notebooks
 	@$(BIN)/jupytext --quiet --to ipynb --output $@ $<
 	@PYTHONPATH="$(CURDIR)/labs" $(BIN)/jupyter-execute --kernel_name=python3 --inplace $@
