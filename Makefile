@@ -15,8 +15,6 @@ READY := $(VENV)/.ready
 PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip -qq --no-input --disable-pip-version-check
 LABS := $(sort $(wildcard labs/[0-9]*.py))
-NOTEBOOKS := $(LABS:labs/%.py=build/notebooks/%.ipynb)
-HELPERS := $(filter-out $(LABS),$(wildcard labs/*.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -51,12 +49,8 @@ labs: $(READY)  ## run every lab on the CPU; a warning is an error
 	@set -e; for lab in $(LABS); do echo "== $$lab"; \
 	  MPLBACKEND=Agg $(BIN)/python -W error $$lab $(ARGS); done
 
-notebooks: $(NOTEBOOKS)  ## render the labs to build/notebooks, executed
-
-build/notebooks/%.ipynb: labs/%.py $(HELPERS) $(READY)
-	@mkdir -p build/notebooks
-	@$(BIN)/jupytext --quiet --to ipynb --output $@ $<
-	@PYTHONPATH="$(CURDIR)/labs" $(BIN)/jupyter-execute --kernel_name=python3 --inplace $@
+notebooks: $(READY)  ## render the labs to notebooks under build/labs, executed
+	@$(BIN)/python labs/render.py --execute $(ARGS)
 
 docs: $(READY)  ## run the documents' commands and examples, and check their links
 	@$(BIN)/python tools/check_docs.py $(ARGS)

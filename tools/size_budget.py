@@ -37,7 +37,8 @@ CODE = ("tilewise", "tools", "labs")
 TESTS = ("tests",)
 
 # Signatures that are given, not chosen: of these only the arguments that every call must pass by
-# position are counted. (path or folder, start of the function's name): why
+# position are counted, and their text is no repetition.
+# (path or folder, start of the function's name): why
 GIVEN_SIGNATURES = {
     ("tilewise/dense/api.py", "attention"): "the public op: one keyword per part of the formula",
     ("tilewise/flash_attn/", "flash_attn_"): "flash-attn's own argument names",
@@ -97,6 +98,13 @@ def is_kernel(function: Function) -> bool:
     return False
 
 
+def is_given(function: Function, path: str) -> bool:
+    return any(
+        path.startswith(prefix) and function.name.startswith(name)
+        for prefix, name in GIVEN_SIGNATURES
+    )
+
+
 def docstring_span(node: ast.AST) -> range:
     """The line numbers of a module's, class's or function's docstring."""
     body = getattr(node, "body", None)
@@ -121,9 +129,8 @@ def count_arguments(function: Function, path: str) -> int:
     positional = [a.arg for a in arguments.posonlyargs + arguments.args]
     if positional and positional[0] in ("self", "cls", "ctx"):
         positional = positional[1:]
-    for prefix, name in GIVEN_SIGNATURES:
-        if path.startswith(prefix) and function.name.startswith(name):
-            return len(positional) - len(arguments.defaults)
+    if is_given(function, path):
+        return len(positional) - len(arguments.defaults)
     stars = sum(a is not None for a in (arguments.vararg, arguments.kwarg))
     return len(positional) + len(arguments.kwonlyargs) + stars
 
@@ -148,12 +155,14 @@ def check_functions(source: Source) -> Iterator[Finding]:
 
 
 def code_lines(source: Source) -> list[tuple[int, str]]:
-    """The lines that say something: no blanks, comments, docstrings, imports, lone brackets."""
+    """The lines that say something: not blanks, comments, docstrings, imports, lone brackets."""
     skip: set[int] = set()
     for node in ast.walk(source.tree):
         skip.update(docstring_span(node))
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             skip.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        elif isinstance(node, Function) and is_given(node, source.path):
+            skip.update(range(node.lineno, node.body[0].lineno))
     numbered = ((number, line.strip()) for number, line in enumerate(source.lines, 1))
     return [
         (number, line)

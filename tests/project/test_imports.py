@@ -136,7 +136,7 @@ def mixed_kernels_and_oracles(imports: list[Import]) -> list[str]:
         if parts[0] == "triton" or parts[:2] == ["tilewise", "kernels"]:
             return True
         return parts[0] == "tilewise" and any(
-            part == "tiled" or part.startswith(("triton_", "hopper_")) for part in parts
+            part.startswith(("tiled", "triton_", "hopper_")) for part in parts
         )
 
     return [
@@ -257,6 +257,7 @@ def test_circle_is_found(tmp_path: Path) -> None:
         ("dense/reference.py", "from tilewise.kernels import softmax"),
         ("dense/reference.py", "from .tiled import forward"),
         ("dense/tiled.py", "from . import reference"),
+        ("dense/tiled_backward.py", "from .reference import attention"),
         ("dense/triton_forward.py", "from tilewise.dense.reference import attention"),
     ],
 )

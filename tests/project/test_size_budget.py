@@ -98,6 +98,15 @@ def test_repeated_code_is_found_across_files(tmp_path: Path) -> None:
     assert [f.over_limit for f in found] == [False, True]
 
 
+def test_given_signature_is_no_repetition(tmp_path: Path) -> None:
+    keywords = ",\n    ".join(f"a{n}=0" for n in range(20))
+    one, two = (f"def {name}(\n    q,\n    {keywords}\n): ...\n" for name in ("attention", "other"))
+    write(tmp_path, "tilewise/dense/api.py", one + one.replace("attention", "attention_partial"))
+    assert notes(tmp_path) == []
+    write(tmp_path, "tilewise/dense/tiled.py", two + two)
+    assert any("stand at tilewise/dense/tiled.py" in note for note in notes(tmp_path))
+
+
 def test_seven_lines_alike_are_no_repetition(tmp_path: Path) -> None:
     shared = "\n".join(f"s{n} = {n}" for n in range(7))
     write(tmp_path, "tilewise/a.py", shared)
