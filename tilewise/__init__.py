@@ -1,0 +1,62 @@
+"""Tilewise: attention for PyTorch, computed tile by tile."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .core.backends import BackendChoice as BackendChoice
+    from .core.mask import Mask as Mask
+    from .core.mask_bits import blocks as blocks
+    from .core.mask_bits import from_function as from_function
+    from .core.mask_leaves import causal as causal
+    from .core.mask_leaves import chunked as chunked
+    from .core.mask_leaves import documents as documents
+    from .core.mask_leaves import full as full
+    from .core.mask_leaves import intervals as intervals
+    from .core.mask_leaves import key_padding as key_padding
+    from .core.mask_leaves import left_padding as left_padding
+    from .core.mask_leaves import prefix as prefix
+    from .core.mask_leaves import window as window
+    from .core.partials import Partial as Partial
+    from .core.partials import merge as merge
+    from .dense.api import attention as attention
+    from .dense.api import attention_partial as attention_partial
+    from .dense.api import attention_partial_backward as attention_partial_backward
+    from .dense.api import attention_varlen as attention_varlen
+    from .dense.api import attention_varlen_partial as attention_varlen_partial
+    from .dense.api import explain_backend as explain_backend
+
+__version__ = "0.1.0"
+
+_LEAVES = "causal chunked documents full intervals key_padding left_padding prefix window"
+_DENSE = (
+    "attention attention_partial attention_partial_backward attention_varlen "
+    "attention_varlen_partial explain_backend"
+)
+_HOME = {
+    "BackendChoice": "core.backends",
+    "Mask": "core.mask",
+    "Partial": "core.partials",
+    "blocks": "core.mask_bits",
+    "from_function": "core.mask_bits",
+    "merge": "core.partials",
+    **dict.fromkeys(_LEAVES.split(), "core.mask_leaves"),
+    **dict.fromkeys(_DENSE.split(), "dense.api"),
+}
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported at first use, so that `import tilewise` costs nothing."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
+    value = getattr(import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,322 @@
+"""The masks that a few key intervals per query can say, and their constructors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .mask import UNBOUNDED, Index, Leaf, Mask, Offset, Pair, per_batch, register_leaf
+
+Lengths = int | Tensor | Sequence[int]
+
+
+@register_leaf
+@dataclass(frozen=True, eq=False)
+class Full(Leaf):
+    CODE: ClassVar[int] = 1
+
+    def intervals(self, at: Index) -> list[Pair]:
+        return [(-UNBOUNDED, UNBOUNDED)]
+
+    def visible(self, at: Index) -> Tensor:
+        assert at.j is not None
+        return torch.ones_like(at.j, dtype=torch.bool)
+
+
+@register_leaf
+@dataclass(frozen=True, eq=False)
+class Window(Leaf):
+    """Keys in `[p - left, p + right]` around the query's position p. `causal` is `right = 0`."""
+
+    left: int
+    right: int
+    CODE: ClassVar[int] = 2
+    INTS: ClassVar[int] = 2
+
+    def parts(self) -> tuple[list[int], list[Tensor]]:
+        return [self.left, self.right], []
+
+    def position(self, at: Index) -> Tensor:
+        return at.position(None)
+
+    def intervals(self, at: Index) -> list[Pair]:
+        p = self.position(at)
+        start: int | Tensor = -UNBOUNDED if self.left == UNBOUNDED else p - self.left
+        stop: int | Tensor = UNBOUNDED if self.right == UNBOUNDED else p + (self.right + 1)
+        return [(start, stop)]
+
+
+@register_leaf
+@dataclass(frozen=True, eq=False)
+class ShiftedWindow(Window):
+    """A window with an int offset of its own."""
+
+    offset: int
+    CODE: ClassVar[int] = 8
+    INTS: ClassVar[int] = 3
+
+    def parts(self) -> tuple[list[int], list[Tensor]]:
+        return [self.left, self.right, self.offset], []
+
+    def position(self, at: Index) -> Tensor:
+        return at.position(self.offset)
+
+
+@register_leaf
+@dataclass(frozen=True, eq=False)
+class BatchShiftedWindow(Window):
+    """A window with an offset per batch row, `[B]`, on the device."""
+
+    offsets: Tensor
+    CODE: ClassVar[int] = 9
+    TENSORS: ClassVar[int] = 1
+
+    def parts(self) -> tuple[list[int], list[Tensor]]:
+        return [self.left, self.right], [self.offsets]
+
+    def position(self, at: Index) -> Tensor:
+        return at.position(self.offsets)
+
+    def check_contents(self, B: int, H: int) -> None:
+        _check_length("window(offset=)", self.offsets, B)
+
+
+@register_leaf
+@dataclass(frozen=True, eq=False)
+class KeyBounds(Leaf):
+    """Keys in `[starts[b], stops[b])`: right padding, left padding and prefixes."""
+
+    starts: Tensor
+    stops: Tensor
+    CODE: ClassVar[int] = 3
+    TENSORS: ClassVar[int] = 2
+
+    def parts(self) -> tuple[list[int], list[Tensor]]:
+        return [], [self.starts, self.stops]
+
+    def intervals(self, at: Index) -> list[Pair]:
+        return [(per_batch(self.starts, at.b), per_batch(self.stops, at.b))]
+
+    def check_contents(self, B: int, H: int) -> None:
+        for tensor in (self.starts, self.stops):
+            _check_length("key lengths of a mask", tensor, B)
+            if bool((tensor < 0).any()):
+                raise ValueError(
+                    "mask: lengths must not be negative, got "
+                    f"{int(tensor.min())} at batch {int(tensor.argmin())}."
+                )
+
+
+@register_leaf
+@dataclass(frozen=True, eq=False)
+class Documents(Leaf):
+    """Keys of the query's own document; `cu_seqlens` `[docs + 1]` or `[B, docs + 1]`."""
+
+    cu_seqlens: Tensor
+    CODE: ClassVar[int] = 4
+    TENSORS: ClassVar[int] = 1
+
+    def parts(self) -> tuple[list[int], list[Tensor]]:
+        return [], [self.cu_seqlens]
+
+    def intervals(self, at: Index) -> list[Pair]:
+        p = at.position(None)
+        cu = self.cu_seqlens.to(p.device, torch.int64)
+        if cu.dim() == 1:
+            doc = torch.searchsorted(cu, p.contiguous(), right=True)
+            low = cu[(doc - 1).clamp(0, cu.numel() - 1)]
+            high = cu[doc.clamp(0, cu.numel() - 1)]
+        else:
+            b = at.b if cu.shape[0] > 1 else torch.zeros_like(at.b)
+            rows = cu[b]
+            doc = (rows <= p.unsqueeze(-1)).sum(-1)
+            rows = rows.expand(*doc.shape, cu.shape[-1])
+            low = rows.gather(-1, (doc - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            high = rows.gather(-1, doc.clamp(max=cu.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+        # Before the first document or after the last one there is nothing to see.
+        outside = (doc == 0) | (doc == cu.shape[-1])
+        return [(low, torch.where(outside, low, high))]
+
+    def check_contents(self, B: int, H: int) -> None:
+        cu = self.cu_seqlens
+        if cu.dim() == 2 and cu.shape[0] not in (1, B):
+            raise ValueError(
+                f"documents: expected cu_seqlens [docs + 1] or [{B}, docs + 1], "
+                f"got {list(cu.shape)}."
+            )
+        if bool((cu[..., 0] != 0).any()) or bool((cu[..., 1:] < cu[..., :-1]).any()):
+            raise ValueError("documents: cu_seqlens must start at 0 and never fall.")
+
+
+@register_leaf
+@dataclass(frozen=True, eq=False)
+class Chunked(Leaf):
+    """Keys of the chunk of `size` positions in which the query stands."""
+
+    size: int
+    CODE: ClassVar[int] = 5
+    INTS: ClassVar[int] = 1
+
+    def parts(self) -> tuple[list[int], list[Tensor]]:
+        return [self.size], []
+
+    def intervals(self, at: Index) -> list[Pair]:
+        start = at.position(None).div(self.size, rounding_mode="floor") * self.size
+        return [(start, start + self.size)]
+
+
+@register_leaf
+@dataclass(frozen=True, eq=False)
+class Intervals(Leaf):
+    """Explicit intervals `[starts, stops)` per query, `[B or 1, H or 1, M, I]`."""
+
+    starts: Tensor
+    stops: Tensor
+    CODE: ClassVar[int] = 6
+    TENSORS: ClassVar[int] = 2
+
+    def parts(self) -> tuple[list[int], list[Tensor]]:
+        return [], [self.starts, self.stops]
+
+    def intervals(self, at: Index) -> list[Pair]:
+        b, h = broadcast_index(self.starts, at)
+        # A query past the last row of the tensors sees nothing.
+        known = at.i < self.starts.shape[2]
+        i = at.i.clamp(max=self.starts.shape[2] - 1)
+        starts = self.starts.to(at.i.device)[b, h, i].to(torch.int64)
+        stops = self.stops.to(at.i.device)[b, h, i].to(torch.int64)
+        stops = torch.where(known.unsqueeze(-1), stops, starts)
+        return list(zip(starts.unbind(-1), stops.unbind(-1), strict=True))
+
+    def check_contents(self, B: int, H: int) -> None:
+        check_table("intervals", self.starts, B, H)
+
+
+def check_table(op: str, table: Tensor, B: int, H: int) -> None:
+    """Raise ValueError unless `table` is `[B or 1, H or 1, ...]`."""
+    if table.shape[0] not in (1, B) or table.shape[1] not in (1, H):
+        raise ValueError(
+            f"mask {op}: expected [{B} or 1, {H} or 1, ...] (batch rows, query heads), "
+            f"got {list(table.shape)}."
+        )
+
+
+def broadcast_index(table: Tensor, at: Index) -> tuple[Tensor, Tensor]:
+    """The (b, h) at which to read a `[B or 1, H or 1, ...]` table."""
+    b = at.b if table.shape[0] > 1 else torch.zeros_like(at.b)
+    h = at.h if table.shape[1] > 1 else torch.zeros_like(at.h)
+    return b, h
+
+
+def full() -> Mask:
+    """Every query sees every key."""
+    return Full()
+
+
+def causal(offset: Offset = None) -> Mask:
+    """Key n is visible to query m where `n <= m + offset`.
+
+    Args:
+        offset: an int or a `[B]` integer tensor; the op's own (bottom-right) when None.
+    """
+    return window(None, 0, offset=offset)
+
+
+def window(left: int | None, right: int | None, *, offset: Offset = None) -> Mask:
+    """Keys from `left` before to `right` after the query's position, both inclusive.
+
+    Args:
+        left, right: bounds >= 0; None is unbounded, 0 is a real bound.
+        offset: an int or a `[B]` integer tensor; the op's own (bottom-right) when None.
+    Raises: ValueError for a negative bound.
+    """
+    for name, bound in (("left", left), ("right", right)):
+        if bound is not None and bound < 0:
+            raise ValueError(f"window: {name} must be None or >= 0, got {bound}.")
+    low = UNBOUNDED if left is None else left
+    high = UNBOUNDED if right is None else right
+    if offset is None:
+        return Window(low, high)
+    if isinstance(offset, Tensor):
+        _check_integer("window(offset=)", offset)
+        return BatchShiftedWindow(low, high, offset)
+    return ShiftedWindow(low, high, offset)
+
+
+def documents(cu_seqlens: Tensor | Sequence[int]) -> Mask:
+    """Documents packed in one row: a query sees the keys of the document it stands in.
+
+    Args:
+        cu_seqlens: cumulative lengths from 0, `[docs + 1]`, or `[B, docs + 1]` for a packing per
+            row; equal neighbours are an empty document.
+    """
+    return Documents(_integers("documents", cu_seqlens, dims=(1, 2)))
+
+
+def key_padding(lengths: Lengths) -> Mask:
+    """Only the first `lengths[b]` keys are visible. Never moves the query offset.
+
+    Args:
+        lengths: `[B]` integers, or one for all.
+    """
+    stops = _integers("key_padding", lengths)
+    return KeyBounds(torch.zeros_like(stops), stops)
+
+
+def left_padding(starts: Lengths) -> Mask:
+    """Only keys from `starts[b]` on are visible. Never moves the query offset."""
+    first = _integers("left_padding", starts)
+    return KeyBounds(first, torch.full_like(first, torch.iinfo(first.dtype).max))
+
+
+def prefix(lengths: Lengths) -> Mask:
+    """The first `lengths[b]` keys; `causal() | prefix(lengths)` is the prefix-LM mask."""
+    return key_padding(lengths)
+
+
+def chunked(size: int) -> Mask:
+    """Keys of the query's own chunk of `size` positions (chunked attention)."""
+    if size <= 0:
+        raise ValueError(f"chunked: size must be positive, got {size}.")
+    return Chunked(size)
+
+
+def intervals(starts: Tensor, stops: Tensor) -> Mask:
+    """Explicit key intervals `[starts, stops)` per query; where stop <= start, empty.
+
+    Args:
+        starts, stops: integers `[M, I]`, `[B, M, I]` or `[B or 1, H or 1, M, I]`, I intervals a
+            query. The interval lists of one query may touch or overlap.
+    """
+    if starts.shape != stops.shape or not 2 <= starts.dim() <= 4:
+        raise ValueError(
+            "intervals: expected starts and stops of one shape [M, I], [B, M, I] or [B, H, M, I], "
+            f"got {list(starts.shape)} and {list(stops.shape)}."
+        )
+    for name, tensor in (("starts", starts), ("stops", stops)):
+        _check_integer(f"intervals({name}=)", tensor)
+    shapes = {2: (1, 1), 3: (starts.shape[0], 1), 4: tuple(starts.shape[:2])}
+    shape = (*shapes[starts.dim()], *starts.shape[-2:])
+    return Intervals(starts.reshape(shape), stops.reshape(shape))
+
+
+def _integers(op: str, values: Lengths, dims: tuple[int, ...] = (0, 1)) -> Tensor:
+    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    _check_integer(op, tensor)
+    if tensor.dim() not in dims:
+        raise ValueError(f"{op}: expected {' or '.join(map(str, dims))} dims, got {tensor.dim()}.")
+    return tensor
+
+
+def _check_integer(op: str, tensor: Tensor) -> None:
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: expected int32 or int64, got {tensor.dtype}.")
+
+
+def _check_length(op: str, tensor: Tensor, B: int) -> None:
+    if tensor.numel() not in (1, B):
+        raise ValueError(f"{op}: expected {B} entries, one a batch row, got {tensor.numel()}.")

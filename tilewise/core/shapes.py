@@ -1,0 +1,109 @@
+"""One table-driven check for every shape message of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) -> dict[str, int]:
+    """Bind dimension letters to sizes and raise one sentence when a tensor does not fit.
+
+    Args:
+        op: the op's public name, for the message.
+        tensors: the arguments by name; None and names without a spec are passed over.
+        specs: for each name, its letters: `q="B M H D"`. A letter that has been bound must
+            recur with the same size; `B|1` also takes 1; a literal number takes just that.
+    Returns: the sizes by letter.
+    Raises: ValueError that names the op, the argument, what came and what was expected.
+
+    >>> q, k = torch.empty(2, 5, 4, 8), torch.empty(2, 7, 2, 8)
+    >>> check_shapes("attention", {"q": q, "k": k}, q="B M H D", k="B N G D")
+    {'B': 2, 'M': 5, 'H': 4, 'D': 8, 'N': 7, 'G': 2}
+    """
+    dims: dict[str, int] = {}
+    for name, spec in specs.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        letters = spec.split()
+        if tensor.dim() != len(letters):
+            raise ValueError(
+                f"{op}: {name} must be [{', '.join(letters)}], "
+                f"got {tensor.dim()} dimensions {list(tensor.shape)}."
+            )
+        for position, letter in enumerate(letters):
+            _bind(op, name, letters, tensor, position, letter, dims)
+    return dims
+
+
+def _bind(
+    op: str,
+    name: str,
+    letters: list[str],
+    tensor: Tensor,
+    position: int,
+    letter: str,
+    dims: dict[str, int],
+) -> None:
+    size = tensor.shape[position]
+    key, _, alternative = letter.partition("|")
+    if alternative and size == int(alternative):
+        return
+    expected = int(key) if key.isdigit() else dims.get(key)
+    if expected is None:
+        dims[key] = size
+    elif size != expected:
+        raise ValueError(
+            f"{op}: {name} must be [{', '.join(letters)}] with {key} = {expected}, "
+            f"got {list(tensor.shape)}."
+        )
+
+
+def check_same_device(op: str, tensors: Mapping[str, Tensor | None]) -> torch.device:
+    """The one device of all tensors; ValueError if there are several."""
+    found = {name: t.device for name, t in tensors.items() if t is not None}
+    first, device = next(iter(found.items()))
+    for name, other in found.items():
+        if other != device:
+            raise ValueError(
+                f"{op}: all tensors must be on one device, got {first} on {device} "
+                f"and {name} on {other}."
+            )
+    return device
+
+
+def check_same_dtype(op: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The one floating dtype of all tensors; ValueError if mixed, NotImplementedError if odd."""
+    first, dtype = next((name, t.dtype) for name, t in tensors.items())
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype:
+            raise ValueError(
+                f"{op}: q, k and v must share one dtype, got {first} {dtype} and "
+                f"{name} {tensor.dtype}; cast them, or run under torch.autocast."
+            )
+    if dtype not in COMPUTE_DTYPES:
+        if dtype.is_floating_point:
+            raise NotImplementedError(
+                f"{op}: {dtype} is not supported by any backend yet; use float16, bfloat16, "
+                "float32 or float64."
+            )
+        raise ValueError(f"{op}: {first} must be a floating tensor, got {dtype}.")
+    return dtype
+
+
+def check_broadcastable(op: str, name: str, tensor: Tensor, shape: dict[str, int]) -> Tensor:
+    """`tensor` seen with `len(shape)` dims that are each 1 or the named size."""
+    letters, sizes = list(shape), list(shape.values())
+    if tensor.dim() <= len(sizes):
+        seen = tensor.reshape((1,) * (len(sizes) - tensor.dim()) + tuple(tensor.shape))
+        if all(have in (1, want) for have, want in zip(seen.shape, sizes, strict=True)):
+            return seen
+    raise ValueError(
+        f"{op}: {name} must broadcast to [{', '.join(letters)}] = {sizes}, "
+        f"got {list(tensor.shape)}."
+    )

@@ -1,0 +1,1 @@
+"""Dense attention: exact softmax attention, forward and backward."""

@@ -1,0 +1,571 @@
+"""Public functions of dense attention: check, choose a backend, run.
+
+Semantics, the same in every backend: `scores = scale q k^T`, softcap, bias and ALiBi, mask,
+softmax (with an optional sink in its denominator), dropout, times v.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.backends import BackendChoice, check_backend_name, describe_device
+from ..core.mask import Mask
+from ..core.mask_leaves import full
+from ..core.partials import Partial
+from ..core.philox import draw_rng
+from ..core.shapes import (
+    check_broadcastable,
+    check_same_device,
+    check_same_dtype,
+    check_shapes,
+)
+from .ops import Arguments, Attention, check_contents
+
+BACKENDS = ("reference", "tiled")
+_FULL = full()
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask = _FULL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Exact softmax attention, `softmax(scale q k^T) v`, in O(N) memory, with gradients.
+
+    Args:
+        q: `[B, M, H, D]`, fp16, bf16, fp32 or fp64; any strides.
+        k: `[B, N, G, D]`, same dtype and device; H % G == 0 and query head h reads kv head
+            `h // (H // G)`, without K or V being repeated.
+        v: `[B, N, G, E]`; E may differ from D.
+        mask: what each query sees, a `tilewise.Mask`. Query m stands at key position
+            `m + N - M` (bottom-right alignment) unless the mask brings an offset.
+        scale: multiplies the scores; `D ** -0.5` when None.
+        softcap: c in `c * tanh(scores / c)`; None for none.
+        alibi_slopes: `[H]` or `[B, H]`; adds `-slope * |m + N - M - n|`. Has a gradient.
+        bias: floating, broadcasts to `[B, H, M, N]`; added after softcap. Has a gradient.
+        sinks: `[H]`, one extra logit per head in the denominator only. Has a gradient.
+        dropout_p: in [0, 1), the share of probabilities dropped; 0 means no dropout. The bits
+            come from torch's generator by way of Philox (see `tilewise.core.philox`).
+        deterministic: ask for bitwise equal gradients from run to run.
+        backend: "auto", "tiled", "reference"; a named one never falls back.
+    Returns: `[B, M, H, E]` in q's dtype. A query that sees no key gives 0 and has gradient 0.
+    Raises: ValueError for arguments that do not fit, NotImplementedError for what no chosen
+        backend can do; before anything is read or written.
+    Cost: 4 B H M N D flops over the visible tiles, backward 2.5 times that; O(B H M) extra memory.
+    Deterministic: forward always; backward always on "tiled".
+    Source: FlashAttention-2 (arXiv 2307.08691); the oracle is
+        `tilewise.dense.reference.attention_reference`.
+    """
+    terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p)
+    return _attend("attention", q, k, v, mask, terms, {}, backend).out
+
+
+def attention_partial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask = _FULL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: str = "auto",
+    out_dtype: torch.dtype | None = None,
+    q_start: int | Tensor | None = None,
+    k_start: int | Tensor | None = None,
+) -> Partial:
+    """One piece of attention: these queries over these keys, with the LSE to merge it by.
+
+    As `attention`, and:
+
+    Args:
+        out_dtype: dtype of out; q's when None. float32 for partials that will be merged.
+        q_start, k_start: index of the first query and key in the whole sequence, an int or a
+            `[B]` integer tensor. Where either is given, query m stands at key position
+            `q_start + m` (plus the mask's own offset) and masks and dropout count from the starts;
+            bias is indexed from the piece's own corner.
+    Returns: `Partial(out [B, M, H, E], lse [B, H, M])`. Both are differentiable. A row that sees
+        no key has out 0 and lse `-inf` (the sink's logit where there is one).
+    """
+    terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p)
+    placement = {"q_start": q_start, "k_start": k_start}
+    return _attend(
+        "attention_partial", q, k, v, mask, terms, placement, backend, out_dtype, is_partial=True
+    )
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    mask: Mask = _FULL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention over packed sequences: each document attends to its own keys only.
+
+    As `attention` for every document by itself, and:
+
+    Args:
+        q: `[T, H, D]`, k: `[Tk, G, D]`, v: `[Tk, G, E]`: the documents one after the other.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 `[B + 1]`, where each document starts, from 0;
+            equal neighbours are an empty document. cu_seqlens_k is cu_seqlens_q when None.
+        seqused_q, seqused_k: `[B]`, how many rows of each document are in use, from its start.
+            Alignment is bottom-right of what is in use.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; only a help for the launch.
+        mask, bias, alibi_slopes: in document coordinates; b counts documents. bias broadcasts to
+            `[B, H, longest query, longest key]`.
+    Returns: `[T, H, E]`. Rows past `cu_seqlens_q[-1]` or past a used length are 0; what stands
+        there in q, k, v reaches no output and no gradient.
+    """
+    terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p)
+    placement = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    return _attend("attention_varlen", q, k, v, mask, terms, placement, backend).out
+
+
+def attention_varlen_partial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    mask: Mask = _FULL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: str = "auto",
+    out_dtype: torch.dtype | None = None,
+    q_start: int | Tensor | None = None,
+    k_start: int | Tensor | None = None,
+) -> Partial:
+    """`attention_varlen` as a piece: `Partial(out [T, H, E], lse [H, T])`, both differentiable.
+
+    out_dtype, q_start and k_start as in `attention_partial`; the starts count inside documents.
+    """
+    terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p)
+    placement = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "q_start": q_start,
+        "k_start": k_start,
+    }
+    return _attend(
+        "attention_varlen_partial",
+        q,
+        k,
+        v,
+        mask,
+        terms,
+        placement,
+        backend,
+        out_dtype,
+        is_partial=True,
+    )
+
+
+def attention_partial_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    mask: Mask = _FULL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    q_start: int | Tensor | None = None,
+    k_start: int | Tensor | None = None,
+    backend: str = "auto",
+    **packing: Tensor | None,
+) -> None:
+    """Gradients of one piece of a larger softmax, added into buffers that the caller owns.
+
+    `P = exp(scores - lse)`, `dS = P (dout v^T - delta)`; `dv += P^T dout`, `dq += scale dS k`,
+    `dk += scale dS^T q`. Ring attention, split keys and chunked training are made of this.
+
+    Args:
+        dout: `[B, M, H, E]` (packed `[T, H, E]`), the gradient of the final out.
+        q, k, v, mask, scale, softcap, alibi_slopes, q_start, k_start: as the piece's forward.
+        lse, delta: `[B, H, M]` (packed `[H, T]`), fp32, of the whole softmax:
+            `delta = rowsum(dout * out) - dlse`.
+        dq, dk, dv: fp32 (fp64 for fp64 inputs), shaped as q, k, v; added to, never overwritten.
+        packing: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k of a packed piece.
+    Raises: as `attention_partial`.
+    Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
+    """
+    op = "attention_partial_backward"
+    terms = _terms(scale, softcap, alibi_slopes, None, None, 0.0)
+    placement: dict[str, Any] = {**packing, "q_start": q_start, "k_start": k_start}
+    arguments = _check(op, q, k, v, mask, terms, placement)
+    choice = _choose(op, q, backend)
+    if choice.name == "reference":
+        raise NotImplementedError(
+            f"{op}: the reference backend differentiates by autograd and owns no buffers; "
+            "use backend='tiled'."
+        )
+    packed = q.dim() == 3
+    rows, keys, values = (
+        ("T H D", "S G D", "S G E") if packed else ("B M H D", "B N G D", "B N G E")
+    )
+    statistics, out = ("H T", "T H E") if packed else ("B H M", "B M H E")
+    tensors = {"q": q, "v": v, "dout": dout, "lse": lse, "delta": delta}
+    tensors |= {"dq": dq, "dk": dk, "dv": dv}
+    specs = {"q": rows, "v": values, "dout": out, "lse": statistics, "delta": statistics}
+    check_shapes(op, tensors, **specs, dq=rows, dk=keys, dv=values)
+    check_same_device(op, tensors)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name in ("lse", "delta", "dq", "dk", "dv"):
+        if tensors[name].dtype != wide:
+            raise ValueError(f"{op}: {name} must be {wide}, got {tensors[name].dtype}.")
+    torch.ops.tilewise.attention_bwd_into(
+        dq, dk, dv, dout, lse, delta, q, k, v, *arguments._replace(backend=choice.name)
+    )
+
+
+def explain_backend(
+    q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any
+) -> BackendChoice:
+    """Which backend a call of `attention` with these arguments runs on, why, and why not others.
+
+    Args:
+        q, k, v, backend, options: as the call would get them.
+    Raises: as the call would.
+    """
+    names = ("scale", "softcap", "alibi_slopes", "bias", "sinks", "dropout_p")
+    values = {name: options.pop(name, 0.0 if name == "dropout_p" else None) for name in names}
+    mask = options.pop("mask", _FULL)
+    options.pop("deterministic", None)
+    _check("attention", q, k, v, mask, _terms(**values), options)
+    return _choose("attention", q, backend)
+
+
+# ---------------------------------------------------------------- check, choose, run
+
+
+def _terms(
+    scale: float | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+) -> dict[str, Any]:
+    return {
+        "scale": scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "bias": bias,
+        "sinks": sinks,
+        "dropout_p": dropout_p,
+    }
+
+
+def _attend(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    terms: dict[str, Any],
+    placement: dict[str, Any],
+    backend: str,
+    out_dtype: torch.dtype | None = None,
+    *,
+    is_partial: bool = False,
+) -> Partial:
+    q, k, v = _autocast(q, k, v)
+    arguments = _check(op, q, k, v, mask, terms, placement)
+    out_dtype = q.dtype if out_dtype is None else out_dtype
+    if not out_dtype.is_floating_point:
+        raise ValueError(f"{op}: out_dtype must be a floating dtype, got {out_dtype}.")
+    choice = _choose(op, q, backend)
+    if terms["dropout_p"] > 0.0:
+        arguments = arguments._replace(rng=draw_rng(q.device))
+    if choice.name == "reference":
+        return _run_reference(q, k, v, mask, arguments, out_dtype)
+    arguments = arguments._replace(backend=choice.name)
+    learned = (q, k, v, *arguments[:3])
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
+        if torch.compiler.is_compiling():
+            learned, arguments = _distinct(learned, arguments)
+        return Partial(*Attention.apply(*learned, arguments[3:], out_dtype, is_partial))
+    return Partial(*torch.ops.tilewise.attention_fwd(q, k, v, *arguments, out_dtype))
+
+
+def _distinct(
+    learned: tuple[Tensor | None, ...], arguments: Arguments
+) -> tuple[tuple[Tensor | None, ...], Arguments]:
+    """A view of each tensor that comes twice: torch.compile refuses repeats (v is k, say)."""
+    seen: list[Tensor] = []
+
+    def once(x: Any) -> Any:
+        if isinstance(x, list):
+            return [once(item) for item in x]
+        if not isinstance(x, Tensor):
+            return x
+        if any(x is other for other in seen):
+            return x.view_as(x)
+        seen.append(x)
+        return x
+
+    first = tuple(once(x) for x in learned)
+    return first, Arguments(*first[3:], *(once(x) for x in arguments[3:]))
+
+
+def _run_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, arguments: Arguments, out_dtype: torch.dtype
+) -> Partial:
+    from .reference import attention_reference
+
+    positions = arguments.positions(q, k)
+    check_contents(arguments, mask, positions)
+    out, lse = attention_reference(q, k, v, mask, positions, arguments.terms)
+    return Partial(out.to(out_dtype), lse if q.dtype == torch.float64 else lse.float())
+
+
+def _choose(op: str, q: Tensor, backend: str) -> BackendChoice:
+    """The table of backends: what each can run on."""
+    check_backend_name(op, backend, BACKENDS)
+    where = describe_device(q.device)
+    if backend != "auto":
+        return BackendChoice(backend, f"named by the caller, on {where}")
+    return BackendChoice(
+        "tiled",
+        f"plain torch tiles run on any device, here {where}",
+        {"reference": "the O(M N) oracle runs only when it is named"},
+    )
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast q, k and v go to its dtype, as torch's own matmuls do; fp64 stays."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)
+    )
+    return q, k, v
+
+
+def _check(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    terms: dict[str, Any],
+    placement: dict[str, Any],
+) -> Arguments:
+    """Everything that can be said without reading tensors; the ops' arguments."""
+    dims = _check_tensors(op, q, k, v, terms, placement)
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"{op}: mask must be a tilewise Mask such as causal() or from_function(fn), "
+            f"got {type(mask).__name__}."
+        )
+    scale = dims["D"] ** -0.5 if terms["scale"] is None else terms["scale"]
+    _check_numbers(op, scale, terms["softcap"], terms["dropout_p"])
+    bias = terms["bias"]
+    if bias is not None:
+        bias = _check_bias(op, bias, dims, placement)
+    start_ints, start_tensors = _check_starts(op, placement, dims["B"], q.device)
+    arguments = Arguments(
+        bias=bias,
+        alibi_slopes=terms["alibi_slopes"],
+        sinks=terms["sinks"],
+        rng=None,
+        cu_seqlens_q=placement.get("cu_seqlens_q"),
+        cu_seqlens_k=placement.get("cu_seqlens_k"),
+        seqused_q=placement.get("seqused_q"),
+        seqused_k=placement.get("seqused_k"),
+        max_seqlens=_check_max_seqlens(op, placement),
+        starts=start_ints,
+        start_tensors=start_tensors,
+        mask_flags=[],
+        mask_ints=[],
+        mask_tensors=[],
+        scale=float(scale),
+        softcap=terms["softcap"],
+        dropout_p=float(terms["dropout_p"]),
+        backend="",
+    )
+    positions = arguments.positions(q, k)
+    lowered = (
+        mask if mask.is_exact else mask.lowered(dims["B"], dims["H"], *positions.extent, q.device)
+    )
+    flags, ints, tensors = lowered.lower()
+    # A mask built from a list lives on the CPU; its few lengths follow q.
+    tensors = [t.to(q.device, non_blocking=True) if t.device.type == "cpu" else t for t in tensors]
+    check_same_device(op, {"q": q, **{f"mask tensor {i}": t for i, t in enumerate(tensors)}})
+    return arguments._replace(mask_flags=flags, mask_ints=ints, mask_tensors=tensors)
+
+
+def _check_tensors(
+    op: str, q: Tensor, k: Tensor, v: Tensor, terms: dict[str, Any], placement: dict[str, Any]
+) -> dict[str, int]:
+    tensors = {"q": q, "k": k, "v": v}
+    lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+    tensors |= {name: placement[name] for name in lengths if placement.get(name) is not None}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
+    if "cu_seqlens_q" in tensors:
+        dims = check_shapes(op, tensors, q="T H D", k="S G D", v="S G E", cu_seqlens_q="B+1")
+        dims["B"] = dims["B+1"] - 1
+        if dims["B"] < 0:
+            raise ValueError(f"{op}: cu_seqlens_q must hold at least one entry, got none.")
+        check_shapes(op, tensors, cu_seqlens_q="B+1", cu_seqlens_k="B+1")
+    else:
+        dims = check_shapes(op, tensors, q="B M H D", k="B N G D", v="B N G E")
+    for name in lengths:
+        if name in tensors and tensors[name].dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{op}: {name} must be int32 or int64, got {tensors[name].dtype}.")
+        if name in tensors and name.startswith("seqused"):
+            _check_per_batch(op, name, tensors[name], dims["B"])
+    check_same_dtype(op, {"q": q, "k": k, "v": v})
+    H, G = dims["H"], dims["G"]
+    if G == 0 or H % G != 0:
+        raise ValueError(
+            f"{op}: the query heads of q must be a multiple of the kv heads of k, "
+            f"got H = {H} and G = {G}."
+        )
+    for name, spec in (("alibi_slopes", "B H"), ("sinks", "H")):
+        tensor = terms[name]
+        if tensor is not None:
+            _check_heads(op, name, tensor, "H" if tensor.dim() == 1 else spec, dims)
+        tensors[name] = tensor
+    tensors["bias"] = terms["bias"]
+    check_same_device(op, tensors)
+    return dims
+
+
+def _check_heads(op: str, name: str, tensor: Tensor, spec: str, dims: dict[str, int]) -> None:
+    expected = [dims[letter] for letter in spec.split()]
+    if list(tensor.shape) != expected or not tensor.is_floating_point():
+        raise ValueError(
+            f"{op}: {name} must be floating [{', '.join(spec.split())}] = {expected}, "
+            f"got {tensor.dtype} {list(tensor.shape)}."
+        )
+
+
+def _check_per_batch(op: str, name: str, tensor: Tensor, B: int) -> None:
+    if tensor.dim() != 1 or tensor.shape[0] != B:
+        raise ValueError(f"{op}: {name} must be [B] = [{B}], got {list(tensor.shape)}.")
+
+
+def _check_numbers(op: str, scale: float, softcap: float | None, dropout_p: float) -> None:
+    # Comparisons, not math.isfinite: torch.compile may hold these as symbols.
+    if not abs(scale) < math.inf:
+        raise ValueError(f"{op}: scale must be finite, got {scale}.")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ValueError(f"{op}: softcap must be finite and positive, or None, got {softcap}.")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"{op}: dropout_p must lie in [0, 1), got {dropout_p}.")
+
+
+def _check_bias(op: str, bias: Tensor, dims: dict[str, int], placement: dict[str, Any]) -> Tensor:
+    if not bias.is_floating_point():
+        raise ValueError(
+            f"{op}: bias must be floating, got {bias.dtype}; a bool mask goes to mask=, "
+            "for instance from_function(lambda b, h, m, n: keep[b, h, m, n])."
+        )
+    if "M" in dims:
+        sizes = {letter: dims[letter] for letter in "BHMN"}
+        return check_broadcastable(op, "bias", bias, sizes)
+    # Documents differ in length, so only batch and head are known here; a row or column count
+    # of 1 is broadcast, any other is read from its first entry on.
+    rows = bias.shape[-2] if bias.dim() >= 2 else 1
+    columns = bias.shape[-1] if bias.dim() >= 1 else 1
+    sizes = {"B": dims["B"], "H": dims["H"], "max_seqlen_q": rows, "max_seqlen_k": columns}
+    return check_broadcastable(op, "bias", bias, sizes)
+
+
+def _check_max_seqlens(op: str, placement: dict[str, Any]) -> list[int]:
+    given = [placement.get("max_seqlen_q"), placement.get("max_seqlen_k")]
+    if given == [None, None]:
+        return []
+    for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
+        if value is not None and value < 0:
+            raise ValueError(f"{op}: {name} must not be negative, got {value}.")
+    return [-1 if value is None else int(value) for value in given]
+
+
+def _check_starts(
+    op: str, placement: dict[str, Any], B: int, device: torch.device
+) -> tuple[list[int], list[Tensor]]:
+    starts: Sequence[int | Tensor | None] = (placement.get("q_start"), placement.get("k_start"))
+    if starts[0] is None and starts[1] is None:
+        return [], []
+    given: list[int | Tensor] = [0 if start is None else start for start in starts]
+    if not any(isinstance(start, Tensor) for start in given):
+        ints = [int(start) for start in given]
+        if min(ints) < 0:
+            raise ValueError(f"{op}: q_start and k_start must not be negative, got {ints}.")
+        return ints, []
+    tensors = []
+    for name, start in zip(("q_start", "k_start"), given, strict=True):
+        if not isinstance(start, Tensor):
+            start = torch.full((B,), start, dtype=torch.int64, device=device)
+        if start.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{op}: {name} must be an int or integer [B], got {start.dtype}.")
+        _check_per_batch(op, name, start, B)
+        tensors.append(start)
+    return [], tensors

@@ -1,0 +1,297 @@
+"""The dense ops as PyTorch knows them: schemas, fake kernels, dispatch to a backend, autograd.
+
+Masks and placements travel as plain ints and tensors (`Mask.lower`), so one schema serves every
+mask; packed calls are the same ops with `cu_seqlens`. `Arguments` is the one place that knows
+their order.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..core.mask import Mask, raise_mask
+from ..core.positions import Positions
+from .terms import Terms
+
+_REST = (
+    "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+    "SymInt[] max_seqlens, SymInt[] starts, Tensor[] start_tensors, "
+    "int[] mask_flags, SymInt[] mask_ints, Tensor[] mask_tensors, "
+    "float scale, float? softcap, float dropout_p, str backend"
+)
+
+_library = torch.library.Library("tilewise", "DEF")
+_library.define(
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, {_REST}, ScalarType out_dtype)"
+    " -> (Tensor out, Tensor lse)"
+)
+_library.define(
+    "attention_bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
+    f"Tensor q, Tensor k, Tensor v, {_REST}, bool[] wanted)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)"
+)
+_library.define(
+    "attention_bwd_into(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor dout, Tensor lse, "
+    f"Tensor delta, Tensor q, Tensor k, Tensor v, {_REST}) -> ()"
+)
+
+
+class Arguments(NamedTuple):
+    """What `_REST` declares, in its order: everything but q, k and v.
+
+    starts is `[]`, or `[q_start, k_start]` for a piece; `start_tensors` are the same per batch
+    row. max_seqlens is `[]` or `[q, k]`, with -1 for what was not given.
+    """
+
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    rng: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    max_seqlens: list[int]
+    starts: list[int]
+    start_tensors: list[Tensor]
+    mask_flags: list[int]
+    mask_ints: list[int]
+    mask_tensors: list[Tensor]
+    scale: float
+    softcap: float | None
+    dropout_p: float
+    backend: str
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(
+            self.scale,
+            self.softcap,
+            self.alibi_slopes,
+            self.bias,
+            self.sinks,
+            self.dropout_p,
+            self.rng,
+        )
+
+    @property
+    def mask(self) -> Mask:
+        return raise_mask(self.mask_flags, self.mask_ints, self.mask_tensors)
+
+    def positions(self, q: Tensor, k: Tensor) -> Positions:
+        starts = self.start_tensors or self.starts or (None, None)
+        return Positions(
+            B=self.cu_seqlens_q.shape[0] - 1 if self.cu_seqlens_q is not None else q.shape[0],
+            H=q.shape[-2],
+            M=q.shape[-3],
+            N=k.shape[-3],
+            cu_seqlens_q=self.cu_seqlens_q,
+            # Self-attention: one packing serves queries and keys.
+            cu_seqlens_k=self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k,
+            seqused_q=self.seqused_q,
+            seqused_k=self.seqused_k,
+            q_start=starts[0],
+            k_start=starts[1],
+        )
+
+
+def _lse_shape(q: Tensor) -> tuple[int, ...]:
+    """`[B, H, M]`, packed `[H, T]`."""
+    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+# ---------------------------------------------------------------- dispatch to a backend
+
+
+def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    arguments, out_dtype = Arguments(*rest[:-1]), rest[-1]
+    mask, positions = arguments.mask, arguments.positions(q, k)
+    check_contents(arguments, mask, positions)
+    match arguments.backend:
+        case "tiled":
+            from .tiled_forward import attention_fwd
+        case name:
+            raise ValueError(f"attention: the registered op has no backend {name!r}.")
+    # A packed call is one batch row whose rows belong to different documents.
+    padded = [x if x.dim() == 4 else x.unsqueeze(0) for x in (q, k, v)]
+    out, lse = attention_fwd(*padded, mask, positions, arguments.terms, out_dtype)
+    return (out, lse) if q.dim() == 4 else (out.squeeze(0), lse.squeeze(0))
+
+
+def _attention_bwd(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    from .tiled_backward import attention_gradients
+
+    arguments, wanted = Arguments(*rest[:-1]), rest[-1]
+    positions = arguments.positions(q, k)
+    if q.dim() == 3:
+        dout, out, lse, q, k, v = (x.unsqueeze(0) for x in (dout, out, lse, q, k, v))
+        dlse = None if dlse is None else dlse.unsqueeze(0)
+    gradients = attention_gradients(
+        (dout, dlse), (out, lse), (q, k, v), arguments.mask, positions, arguments.terms, wanted
+    )
+    if positions.is_packed:
+        gradients = [*(x.squeeze(0) for x in gradients[:3]), *gradients[3:]]
+    return tuple(gradients)
+
+
+def _attention_bwd_into(
+    dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any,
+) -> None:  # fmt: skip
+    from .tiled_backward import Gradients, attention_bwd
+
+    arguments = Arguments(*rest)
+    mask, positions = arguments.mask, arguments.positions(q, k)
+    check_contents(arguments, mask, positions)
+    tensors = [dout, q, k, v, lse, delta, dq, dk, dv]
+    if q.dim() == 3:
+        tensors = [x.unsqueeze(0) for x in tensors]
+    gradients = Gradients(*tensors[6:])
+    attention_bwd(*tensors[:6], mask, positions, arguments.terms, gradients)
+
+
+def check_contents(arguments: Arguments, mask: Mask, positions: Positions) -> None:
+    """Check what index tensors hold: always on the CPU, elsewhere if TILEWISE_CHECK=1 (syncs)."""
+    tensors = [*positions.lengths, *arguments.mask_tensors]
+    forced = os.environ.get("TILEWISE_CHECK") == "1"
+    if not forced and any(t.device.type != "cpu" for t in tensors):
+        return
+    mask.check_contents(positions.B, positions.H)
+    limits = arguments.max_seqlens or [-1, -1]
+    for side, stored, used, limit, total in (
+        ("q", arguments.cu_seqlens_q, arguments.seqused_q, limits[0], positions.M),
+        ("k", arguments.cu_seqlens_k, arguments.seqused_k, limits[1], positions.N),
+    ):
+        longest = None
+        if stored is not None:
+            _check_cu_seqlens(f"cu_seqlens_{side}", stored, total)
+            longest = stored.diff()
+        if used is not None:
+            _check_used(f"seqused_{side}", used, longest if longest is not None else total)
+            longest = used
+        if limit >= 0 and longest is not None and longest.numel() and int(longest.max()) > limit:
+            raise ValueError(
+                f"attention_varlen: max_seqlen_{side} is {limit}, but a sequence has "
+                f"{int(longest.max())} tokens."
+            )
+
+
+def _check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> None:
+    values = cu_seqlens.to(torch.int64)
+    if int(values[0]) != 0:
+        raise ValueError(f"attention_varlen: {name} must start at 0, got {int(values[0])}.")
+    if bool((values.diff() < 0).any()):
+        at = int((values.diff() < 0).to(torch.int8).argmax())
+        raise ValueError(
+            f"attention_varlen: {name} must never fall, got {int(values[at])} then "
+            f"{int(values[at + 1])}."
+        )
+    if int(values[-1]) > total:
+        raise ValueError(
+            f"attention_varlen: {name} ends at {int(values[-1])}, but only {total} tokens are "
+            "stored."
+        )
+
+
+def _check_used(name: str, used: Tensor, stored: Tensor | int) -> None:
+    if bool((used < 0).any()) or bool((used > stored).any()):
+        raise ValueError(
+            f"attention_varlen: {name} must lie between 0 and what each sequence stores, got "
+            f"{used.tolist()[:8]}{'...' if used.numel() > 8 else ''}."
+        )
+
+
+# ---------------------------------------------------------------- fake kernels
+
+
+def _attention_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=rest[-1])
+    return out, q.new_empty(_lse_shape(q), dtype=_lse_dtype(q))
+
+
+def _attention_bwd_fake(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    arguments, wanted = Arguments(*rest[:-1]), rest[-1]
+    extras = (arguments.bias, arguments.alibi_slopes, arguments.sinks)
+    gradients = [x.new_empty(x.shape) for x in (q, k, v)]
+    gradients += [
+        x.new_empty(x.shape) if x is not None and want else q.new_empty(0)
+        for x, want in zip(extras, wanted, strict=True)
+    ]
+    return tuple(gradients)
+
+
+def _attention_bwd_into_fake(*arguments: Any) -> None:
+    return None
+
+
+for _name, _implementation, _fake in (
+    ("attention_fwd", _attention_fwd, _attention_fwd_fake),
+    ("attention_bwd", _attention_bwd, _attention_bwd_fake),
+    ("attention_bwd_into", _attention_bwd_into, _attention_bwd_into_fake),
+):
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
+
+
+# ---------------------------------------------------------------- autograd
+
+
+class Attention(torch.autograd.Function):
+    """`(out, lse)` with gradients for q, k, v, bias, slopes, sinks, through out and lse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None,
+        sinks: Tensor | None, rest: tuple[Any, ...], out_dtype: torch.dtype, lse_has_grad: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, out_dtype)
+        arguments = Arguments(bias, slopes, sinks, *rest)
+        ctx.save_for_backward(
+            q, k, v, out, lse, bias, slopes, sinks, *arguments[3:8],
+            *arguments.start_tensors, *arguments.mask_tensors,
+        )  # fmt: skip
+        ctx.n_starts = len(arguments.start_tensors)
+        ctx.plain = (arguments.max_seqlens, arguments.starts)
+        ctx.mask = (arguments.mask_flags, arguments.mask_ints)
+        ctx.scalars = arguments[14:]
+        ctx.wanted = [ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[5]]
+        ctx.lse_has_grad = lse_has_grad
+        ctx.set_materialize_grads(False)
+        if not lse_has_grad:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        q, k, v, out, lse, bias, slopes, sinks = saved[:8]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        tail = list(saved[13:])
+        dq, dk, dv, dbias, dslopes, dsinks = torch.ops.tilewise.attention_bwd(
+            dout, dlse if ctx.lse_has_grad else None, out, lse, q, k, v, bias, slopes, sinks,
+            *saved[8:13], *ctx.plain, tail[: ctx.n_starts], *ctx.mask, tail[ctx.n_starts :],
+            *ctx.scalars, ctx.wanted,
+        )  # fmt: skip
+        extras = [
+            g if want else None
+            for g, want in zip((dbias, dslopes, dsinks), ctx.wanted, strict=True)
+        ]
+        return dq, dk, dv, *extras, None, None, None

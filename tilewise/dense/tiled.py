@@ -1,0 +1,254 @@
+"""What the tiled backend's forward and backward share: how a call is cut, loaded and scored.
+
+Plain torch on any device. A *lane* is a (batch row, kv head) pair; the query heads of its group are
+stacked in its rows, so K and V are read once per group and never repeated.
+
+Dims: B batch, M queries, N keys, H query heads, G kv heads, r = H / G, D q/k dim, E value dim;
+    L lanes of a tile, m rows and n keys of a tile.
+Units: scores and their statistics are in log2 units (multiplied by log2 e), so that exp2 serves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.philox import keep_mask, keep_tile
+from ..core.positions import Positions, Rows
+from ..core.tiles import RowPlan
+from .terms import Terms
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+# Measured on 2 cores of an EPYC with AVX-512 and 1 MiB of L2 each, fp32, D 64 (2026-11-29):
+# a score tile of 2 MiB is the largest that keeps the elementwise passes out of memory.
+BLOCK_M = 128
+BLOCK_N = 512
+TILE_ELEMENTS = 1 << 19
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Batch rows `[b0, b1)`, kv heads `[g0, g1)` and query rows `[m0, m1)` computed together."""
+
+    b0: int
+    b1: int
+    g0: int
+    g1: int
+    m0: int
+    m1: int
+    group: int
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.g0 * self.group, self.g1 * self.group
+
+    @property
+    def lanes(self) -> int:
+        return (self.b1 - self.b0) * (self.g1 - self.g0)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(batch rows, query heads, query rows): how `[L, r m]` reads as rows of the call."""
+        return self.b1 - self.b0, (self.g1 - self.g0) * self.group, self.m1 - self.m0
+
+    def rows(self, positions: Positions) -> Rows:
+        return positions.rows((self.b0, self.b1), self.heads, (self.m0, self.m1))
+
+    def load_rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`[B, M, H, X]` -> `[L, r m, X]`; a view where strides and dtype allow."""
+        heads = slice(*self.heads)
+        part = x[self.b0 : self.b1, self.m0 : self.m1, heads].unflatten(2, (-1, self.group))
+        return part.permute(0, 2, 3, 1, 4).reshape(self.lanes, -1, x.shape[-1]).to(dtype)
+
+    def add_rows(self, x: Tensor, target: Tensor) -> None:
+        """Add `[L, r m, X]` into `[B, M, H, X]`."""
+        heads = slice(*self.heads)
+        part = target[self.b0 : self.b1, self.m0 : self.m1, heads].transpose(1, 2)
+        part.add_(x.view(*self.shape, x.shape[-1]))
+
+    def store_rows(self, x: Tensor, target: Tensor) -> None:
+        heads = slice(*self.heads)
+        part = target[self.b0 : self.b1, self.m0 : self.m1, heads].transpose(1, 2)
+        part.copy_(x.view(*self.shape, x.shape[-1]))
+
+    def load_statistics(self, x: Tensor) -> Tensor:
+        """`[B, H, M]` -> `[L, r m]`."""
+        part = x[self.b0 : self.b1, slice(*self.heads), self.m0 : self.m1]
+        return part.reshape(self.lanes, -1)
+
+    def store_statistics(self, x: Tensor, target: Tensor) -> None:
+        part = target[self.b0 : self.b1, slice(*self.heads), self.m0 : self.m1]
+        part.copy_(x.view(self.shape))
+
+    def load_keys(self, x: Tensor, n0: int, n1: int, dtype: torch.dtype) -> Tensor:
+        """`[B, N, G, X]` -> `[L, n, X]`; a view where strides and dtype allow."""
+        part = x[self.b0 : self.b1, n0:n1, self.g0 : self.g1].transpose(1, 2)
+        return part.reshape(self.lanes, n1 - n0, x.shape[-1]).to(dtype)
+
+    def add_keys(self, x: Tensor, target: Tensor, n0: int, n1: int) -> None:
+        """Add `[L, n, X]` into `[B, N, G, X]`."""
+        part = target[self.b0 : self.b1, n0:n1, self.g0 : self.g1].transpose(1, 2)
+        part.add_(x.view(self.b1 - self.b0, self.g1 - self.g0, n1 - n0, x.shape[-1]))
+
+
+def cut(B: int, G: int, group: int, M: int, N: int) -> Iterator[Tile]:
+    """The tiles of a call: lanes so many at a time that a score tile has <= TILE_ELEMENTS."""
+    m = min(M, BLOCK_M)
+    n = min(N, BLOCK_N)
+    # Many query heads on one kv head: fewer rows of each.
+    while m > 8 and group * m * n > TILE_ELEMENTS:
+        m //= 2
+    per_lane = max(1, group * m * n)
+    g_step = max(1, min(G, TILE_ELEMENTS // per_lane))
+    b_step = max(1, TILE_ELEMENTS // (per_lane * G)) if g_step == G else 1
+    for b in range(0, B, b_step):
+        for g in range(0, G, g_step):
+            for m0 in range(0, M, max(1, m)):
+                b1, g1, m1 = min(B, b + b_step), min(G, g + g_step), min(M, m0 + m)
+                yield Tile(b, b1, g, g1, m0, m1, group)
+
+
+class Workspace:
+    """Scratch buffers by name, allocated once at the largest size asked for.
+
+    Fresh allocations of a tile's size cost more than the arithmetic on it (page faults).
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._device, self._dtype = like.device, dtype
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=self._dtype, device=self._device)
+            self._buffers[name] = buffer
+        return buffer[:size].view(shape)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class Visibility:
+    """The test of one partial key range on the tile's device, and who is in it at all.
+
+    hidden: bool, broadcasts to `[b, h, m, n]`.
+    seen_rows: bool `[L, r m, 1]`, seen_keys: bool `[L, n, 1]`; None where all are seen.
+    A NaN in a row or key that is not seen must not be multiplied by 0.
+    """
+
+    hidden: Tensor
+    seen_rows: Tensor | None
+    seen_keys: Tensor | None
+
+    @classmethod
+    def of(cls, plan: RowPlan, tile: Tile, n0: int, n1: int, device: torch.device) -> Visibility:
+        visible = plan.visible(n0, n1).to(device)
+        b, h, m = tile.shape
+        rows = visible.any(-1).expand(b, h, m).reshape(tile.lanes, -1, 1)
+        keys = visible.any(-2)
+        if keys.shape[1] > 1:
+            keys = keys.unflatten(1, (-1, tile.group)).any(2)
+        keys = keys.expand(b, tile.g1 - tile.g0, n1 - n0).reshape(tile.lanes, -1, 1)
+        # Reading a flag is free on the CPU and a synchronisation elsewhere.
+        on_host = device.type == "cpu"
+        return cls(
+            ~visible,
+            None if on_host and bool(rows.all()) else rows,
+            None if on_host and bool(keys.all()) else keys,
+        )
+
+    def hide(self, scores: Tensor, tile: Tile, value: float) -> None:
+        scores.view(*tile.shape, -1).masked_fill_(self.hidden, value)
+
+    def clean_rows(self, x: Tensor) -> Tensor:
+        return x if self.seen_rows is None else torch.where(self.seen_rows, x, 0.0)
+
+    def clean_keys(self, x: Tensor) -> Tensor:
+        return x if self.seen_keys is None else torch.where(self.seen_keys, x, 0.0)
+
+
+@dataclass
+class ScoreTile:
+    """Computes the scores of one query tile against key ranges, with every score term."""
+
+    tile: Tile
+    rows: Rows
+    terms: Terms
+    is_packed: bool
+    n_heads: int
+    space: Workspace
+
+    def scores_log2(self, q: Tensor, k: Tensor, n0: int, n1: int) -> Tensor:
+        """`[L, r m, n]` scores in log2 units from q `[L, r m, D]` and k `[L, n, D]`.
+
+        With a softcap, tanh(s / c) is left in the workspace as "capped" for the backward.
+        """
+        terms = self.terms
+        s = self.space.take("scores", q.shape[0], q.shape[1], n1 - n0)
+        plain = terms.softcap is None and terms.bias is None and terms.alibi_slopes is None
+        factor = terms.scale * LOG2E if plain else terms.scale / (terms.softcap or 1.0)
+        torch.baddbmm(s, q, k.transpose(1, 2), beta=0.0, alpha=factor, out=s)
+        if plain:
+            return s
+        if terms.softcap is not None:
+            s.tanh_()
+            self.space.take("capped", *s.shape).copy_(s)
+            s.mul_(terms.softcap)
+        view = s.view(*self.tile.shape, n1 - n0)
+        if terms.bias is not None:
+            view.add_(self.bias_tile(terms.bias, n0, n1).to(s.dtype))
+        if terms.alibi_slopes is not None:
+            view.sub_(self.slopes(terms.alibi_slopes, s.dtype) * self.rows.key_distance(n0, n1))
+        return s.mul_(LOG2E)
+
+    def slopes(self, alibi_slopes: Tensor, dtype: torch.dtype) -> Tensor:
+        """ALiBi slopes of the rows, broadcastable to `[b, h, m, n]`."""
+        h0, h1 = self.tile.heads
+        if alibi_slopes.dim() == 1:
+            return alibi_slopes[h0:h1].to(dtype).reshape(1, -1, 1, 1)
+        return alibi_slopes[self.rows.b, self.rows.h].to(dtype)
+
+    def bias_index(self, bias: Tensor, n0: int, n1: int) -> tuple[Tensor | slice, ...]:
+        """How the tile `[b, h, m, n]` reads the bias `[B or 1, H or 1, M or 1, N or 1]`."""
+        tile = self.tile
+        if not self.is_packed:
+            spans = ((tile.b0, tile.b1), tile.heads, (tile.m0, tile.m1), (n0, n1))
+            return tuple(
+                slice(*span) if size > 1 else slice(0, 1)
+                for span, size in zip(spans, bias.shape, strict=True)
+            )
+        # Documents meet in one tile, so every element has its own place. What no row of the tile
+        # sees may lie outside the bias; it is clamped here and masked later.
+        rows = self.rows
+        at = rows.index(n0, n1)
+        assert at.j is not None
+        index = (rows.b, rows.h, at.i - rows.q_start, at.j - rows.k_start)
+        return tuple(
+            x.clamp(0, size - 1) if size > 1 else torch.zeros_like(x)
+            for x, size in zip(index, bias.shape, strict=True)
+        )
+
+    def bias_tile(self, bias: Tensor, n0: int, n1: int) -> Tensor:
+        return bias[self.bias_index(bias, n0, n1)]
+
+    def keep(self, n0: int, n1: int) -> Tensor:
+        """Dropout's keep mask, bool, broadcastable to `[b, h, m, n]`."""
+        rows, terms = self.rows, self.terms
+        assert terms.rng is not None
+        row = rows.b * self.n_heads + rows.h
+        if isinstance(rows.key_base, int):
+            keys = (n0 - rows.key_base, n1 - rows.key_base)
+            return keep_tile(terms.rng, terms.dropout_p, row, rows.i, keys)
+        at = rows.index(n0, n1)
+        assert at.j is not None
+        return keep_mask(terms.rng, terms.dropout_p, row, at.i, at.j)

@@ -1,0 +1,221 @@
+"""Backward of the tiled backend: P is recomputed from the LSE, tile by tile, O(N) memory.
+
+Dims: as in `tiled.py`.
+Math: FlashAttention-2 (arXiv 2307.08691), algorithm 2, with the gradient of the LSE:
+    delta = rowsum(dO * O) - dLSE;  P = exp(S - lse);  dV += P^T dO;  dP = dO V^T;
+    dS = P (dP - delta);  dQ += scale dS K;  dK += scale dS^T Q;  dsink = -exp(sink - lse) delta.
+    A softcap c multiplies dS by 1 - tanh(s / c)^2 on its way to dQ and dK.
+Query tiles are taken in order, one after the other, so every sum has one order: deterministic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.mask import Mask
+from ..core.positions import Positions
+from ..core.tiles import plan_rows
+from . import torch_flash
+from .terms import Terms
+from .tiled import BLOCK_N, LOG2E, ScoreTile, Tile, Visibility, Workspace, accumulator_dtype, cut
+
+
+@dataclass
+class Gradients:
+    """Buffers that the backward adds into, in the accumulator's dtype, shaped as their inputs.
+
+    None where a gradient is not wanted.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None = None
+    dslopes: Tensor | None = None
+    dsinks: Tensor | None = None
+
+
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """`delta = rowsum(dO * O) - dLSE`, `[B, H, M]`, from `[B, M, H, E]`."""
+    dtype = accumulator_dtype(out.dtype)
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
+    return delta if dlse is None else delta - dlse
+
+
+def attention_gradients(
+    upstream: tuple[Tensor, Tensor | None],
+    result: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: Mask,
+    positions: Positions,
+    terms: Terms,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """Gradients of q, k, v, bias, slopes and sinks, in their dtypes; empty where not wanted.
+
+    Args:
+        upstream: dout and dlse. result: out and lse. inputs: q, k, v. As `attention_bwd`.
+        wanted: whether bias, slopes and sinks need one.
+    """
+    (dout, dlse), (out, lse), (q, k, v) = upstream, result, inputs
+    if dlse is None and torch_flash.is_same_piece(q, k, v, mask, positions, terms, out.dtype):
+        dq, dk, dv = torch_flash.backward(dout, out, lse, inputs, mask, terms.scale)
+        return [dq, dk, dv, *(q.new_empty(0) for _ in wanted)]
+    dtype = accumulator_dtype(q.dtype)
+    extras = [
+        torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        if x is not None and want
+        else None
+        for x, want in zip((terms.bias, terms.alibi_slopes, terms.sinks), wanted, strict=True)
+    ]
+    buffers = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in inputs]
+    delta = row_delta(dout, out, dlse)
+    gradients = Gradients(*buffers, *extras)
+    attention_bwd(dout, q, k, v, lse, delta, mask, positions, terms, gradients)
+    sources = (terms.bias, terms.alibi_slopes, terms.sinks)
+    results = [buffer.to(q.dtype) for buffer in buffers]
+    for buffer, source in zip(extras, sources, strict=True):
+        known = buffer is not None and source is not None
+        results.append(buffer.to(source.dtype) if known else q.new_empty(0))
+    return results
+
+
+def attention_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: Mask,
+    positions: Positions,
+    terms: Terms,
+    gradients: Gradients,
+) -> None:
+    """Add every gradient of one piece into `gradients`.
+
+    Args:
+        dout: `[B, M, H, E]`. q, k, v: as in the forward.
+        lse, delta: `[B, H, M]`, those of the whole softmax, which may hold more keys than k.
+    """
+    space = Workspace(q, accumulator_dtype(q.dtype))
+    (B, M, H, _), (_, N, G, _) = q.shape, k.shape
+    for tile in cut(B, G, H // G, M, N):
+        _backward_tile(
+            dout, q, k, v, lse, delta, mask, positions, terms, gradients, tile=tile, space=space
+        )
+
+
+def _backward_tile(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: Mask,
+    positions: Positions,
+    terms: Terms,
+    gradients: Gradients,
+    *,
+    tile: Tile,
+    space: Workspace,
+) -> None:
+    dtype = accumulator_dtype(q.dtype)
+    rows = tile.rows(positions)
+    plan = plan_rows(mask, rows, positions.N, BLOCK_N)
+    rows = rows.to(q.device)
+    score = ScoreTile(tile, rows, terms, positions.is_packed, positions.H, space)
+    q_tile, do_tile = tile.load_rows(q, dtype), tile.load_rows(dout, dtype)
+    row_lse = tile.load_statistics(lse).to(dtype)
+    is_empty = row_lse.isneginf()
+    # The shift of an empty row is free: its scores are all -inf.
+    lse_log2 = torch.where(is_empty, 0.0, row_lse * LOG2E).unsqueeze(-1)
+    row_delta_ = torch.where(is_empty, 0.0, tile.load_statistics(delta).to(dtype)).unsqueeze(-1)
+    if gradients.dsinks is not None:
+        _add_sink_gradient(tile, terms, row_lse, row_delta_, gradients.dsinks)
+    dq = space.take("dq", *q_tile.shape).zero_()
+    for n0, n1, is_full in plan.ranges:
+        k_tile, v_tile = tile.load_keys(k, n0, n1, dtype), tile.load_keys(v, n0, n1, dtype)
+        q_seen, do_seen, visibility = q_tile, do_tile, None
+        if not is_full:
+            visibility = Visibility.of(plan, tile, n0, n1, q.device)
+            k_tile, v_tile = visibility.clean_keys(k_tile), visibility.clean_keys(v_tile)
+            q_seen, do_seen = visibility.clean_rows(q_tile), visibility.clean_rows(do_tile)
+        s = score.scores_log2(q_seen, k_tile, n0, n1)
+        if visibility is not None:
+            visibility.hide(s, tile, float("-inf"))
+        p = torch.exp2(s.sub_(lse_log2), out=s)
+        dp = space.take("dp", *p.shape)
+        torch.bmm(do_seen, v_tile.transpose(1, 2), out=dp)
+        kept = p
+        if terms.dropout_p > 0.0:
+            keep = score.keep(n0, n1).to(dtype).mul_(1.0 / (1.0 - terms.dropout_p))
+            kept = space.take("kept", *p.shape)
+            torch.mul(p.view(*tile.shape, -1), keep, out=kept.view(*tile.shape, -1))
+            dp.view(*tile.shape, -1).mul_(keep)
+        tile.add_keys(torch.bmm(kept.transpose(1, 2), do_seen), gradients.dv, n0, n1)
+        ds = dp.sub_(row_delta_).mul_(p)
+        if visibility is not None:
+            # P is 0 there, but delta of a row that nobody owns may be NaN.
+            visibility.hide(ds, tile, 0.0)
+        _add_term_gradients(score, ds, n0, n1, gradients)
+        if terms.softcap is not None:
+            capped = space.take("capped", *ds.shape)
+            ds.sub_(capped.square_().mul_(ds))
+        torch.baddbmm(dq, ds, k_tile, alpha=terms.scale, out=dq)
+        dk = torch.bmm(ds.transpose(1, 2), q_seen).mul_(terms.scale)
+        tile.add_keys(dk, gradients.dk, n0, n1)
+    tile.add_rows(dq, gradients.dq)
+
+
+def _add_sink_gradient(
+    tile: Tile, terms: Terms, row_lse: Tensor, row_delta: Tensor, dsinks: Tensor
+) -> None:
+    assert terms.sinks is not None
+    heads = slice(*tile.heads)
+    sink = terms.sinks[heads].to(row_lse.dtype).reshape(1, -1, 1)
+    lse = row_lse.view(tile.shape)
+    p_sink = torch.where(lse.isneginf(), 0.0, torch.exp(sink - lse))
+    dsinks[heads] -= (p_sink * row_delta.view(tile.shape)).sum((0, 2))
+
+
+def _add_term_gradients(
+    score: ScoreTile, ds: Tensor, n0: int, n1: int, gradients: Gradients
+) -> None:
+    """dS is the gradient of what bias and ALiBi were added to."""
+    ds = ds.view(*score.tile.shape, n1 - n0)
+    if gradients.dbias is not None:
+        _add_bias_gradient(score, ds, n0, n1, gradients.dbias)
+    if gradients.dslopes is not None:
+        per_row = (ds * score.rows.key_distance(n0, n1)).sum(-1)
+        heads = slice(*score.tile.heads)
+        if gradients.dslopes.dim() == 1:
+            gradients.dslopes[heads] -= per_row.sum((0, 2))
+        elif not score.is_packed:
+            gradients.dslopes[score.tile.b0 : score.tile.b1, heads] -= per_row.sum(-1)
+        else:
+            documents = score.rows.b.flatten()
+            gradients.dslopes[:, heads].index_add_(0, documents, per_row[0].T, alpha=-1)
+
+
+def _add_bias_gradient(score: ScoreTile, ds: Tensor, n0: int, n1: int, dbias: Tensor) -> None:
+    index = score.bias_index(dbias, n0, n1)
+    if not score.is_packed:
+        reduced = [dim for dim in range(4) if dbias.shape[dim] == 1]
+        dbias[index] += ds.sum(reduced, keepdim=True) if reduced else ds
+        return
+    flat = torch.zeros((), dtype=torch.int64, device=ds.device)
+    for x, size in zip(index, dbias.shape, strict=True):
+        assert isinstance(x, Tensor)
+        flat = flat * size + x
+    flat = flat.expand(ds.shape).reshape(-1)
+    # Both add repeated places in one fixed order: index_add_ of 1-d tensors runs serially on the
+    # CPU; index_put_ sorts on CUDA.
+    if ds.device.type == "cpu":
+        dbias.view(-1).index_add_(0, flat, ds.reshape(-1))
+    else:
+        dbias.view(-1).index_put_((flat,), ds.reshape(-1), accumulate=True)

@@ -1,0 +1,117 @@
+"""Forward of the tiled backend: online softmax over key tiles, O(N) memory, any device.
+
+Dims: as in `tiled.py`.
+Math: FlashAttention-2 (arXiv 2307.08691), algorithm 1: per row a running maximum, sum and
+    numerator over key tiles; out = numerator / sum, lse = max + log(sum). A sink is the state that
+    a row starts from: maximum = sink, sum = 1, numerator = 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.mask import Mask
+from ..core.positions import Positions
+from ..core.tiles import plan_rows
+from . import torch_flash
+from .terms import Terms
+from .tiled import (
+    BLOCK_N,
+    LN2,
+    LOG2E,
+    ScoreTile,
+    Tile,
+    Visibility,
+    Workspace,
+    accumulator_dtype,
+    cut,
+)
+
+
+def attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    positions: Positions,
+    terms: Terms,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """out `[B, M, H, E]` and lse `[B, H, M]`.
+
+    Args:
+        q, k, v: `[B, M, H, D]`, `[B, N, G, D]`, `[B, N, G, E]`, any strides; a packed call comes
+            as one batch row. Nothing is checked here.
+    """
+    if torch_flash.is_same_piece(q, k, v, mask, positions, terms, out_dtype):
+        return torch_flash.forward(q, k, v, mask, terms.scale)
+    B, M, H, _ = q.shape
+    N, G, E = v.shape[1:]
+    dtype = accumulator_dtype(q.dtype)
+    out = torch.empty(B, M, H, E, dtype=out_dtype, device=q.device)
+    lse = torch.empty(B, H, M, dtype=dtype, device=q.device)
+    space = Workspace(q, dtype)
+    for tile in cut(B, G, H // G, M, N):
+        _forward_tile(q, k, v, mask, positions, terms, tile, space, out, lse)
+    return out, lse
+
+
+def _forward_tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    positions: Positions,
+    terms: Terms,
+    tile: Tile,
+    space: Workspace,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    dtype = accumulator_dtype(q.dtype)
+    rows = tile.rows(positions)
+    plan = plan_rows(mask, rows, positions.N, BLOCK_N)
+    rows = rows.to(q.device)
+    score = ScoreTile(tile, rows, terms, positions.is_packed, positions.H, space)
+    q_tile = tile.load_rows(q, dtype)
+    row_max, row_sum = _initial_state(tile, terms, q_tile)
+    acc = space.take("acc", *q_tile.shape[:2], v.shape[-1]).zero_()
+    for n0, n1, is_full in plan.ranges:
+        k_tile = tile.load_keys(k, n0, n1, dtype)
+        v_tile = tile.load_keys(v, n0, n1, dtype)
+        s = score.scores_log2(q_tile, k_tile, n0, n1)
+        if not is_full:
+            visibility = Visibility.of(plan, tile, n0, n1, q.device)
+            visibility.hide(s, tile, float("-inf"))
+            v_tile = visibility.clean_keys(v_tile)
+        new_max = torch.maximum(row_max, s.amax(-1))
+        # A row that has seen nothing has maximum -inf: subtract 0, not -inf from -inf.
+        shift = torch.where(new_max.isneginf(), 0.0, new_max)
+        p = torch.exp2(s.sub_(shift.unsqueeze(-1)), out=s)
+        rescale = torch.exp2(row_max - shift)
+        row_sum = row_sum * rescale + p.sum(-1)
+        row_max = new_max
+        if terms.dropout_p > 0.0:
+            p.view(*tile.shape, n1 - n0).mul_(score.keep(n0, n1))
+        acc.mul_(rescale.unsqueeze(-1))
+        torch.baddbmm(acc, p, v_tile, out=acc)
+    is_empty = row_sum == 0
+    safe_sum = torch.where(is_empty, 1.0, row_sum)
+    acc.div_((safe_sum * (1.0 - terms.dropout_p)).unsqueeze(-1))
+    row_lse = torch.where(is_empty, float("-inf"), (row_max + torch.log2(safe_sum)) * LN2)
+    if rows.owned is not None:
+        owned = rows.owned[..., 0].expand(tile.shape).reshape(row_lse.shape)
+        row_lse = torch.where(owned, row_lse, float("-inf"))
+    tile.store_rows(acc, out)
+    tile.store_statistics(row_lse, lse)
+
+
+def _initial_state(tile: Tile, terms: Terms, q_tile: Tensor) -> tuple[Tensor, Tensor]:
+    """Running maximum (log2 units) and sum of rows before any key."""
+    shape = q_tile.shape[:2]
+    if terms.sinks is None:
+        return q_tile.new_full(shape, float("-inf")), q_tile.new_zeros(shape)
+    sink = terms.sinks[slice(*tile.heads)].to(q_tile.dtype) * LOG2E
+    row_max = sink.reshape(1, -1, 1).expand(tile.shape).reshape(shape).contiguous()
+    return row_max, (~row_max.isneginf()).to(q_tile.dtype)
