@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..core.mask import Mask, raise_mask
 from ..core.positions import Positions
-from .terms import Terms
+from .piece import Piece, Terms
 
 _REST = (
     "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, "
@@ -84,6 +84,12 @@ class Arguments(NamedTuple):
     def mask(self) -> Mask:
         return raise_mask(self.mask_flags, self.mask_ints, self.mask_tensors)
 
+    def piece(self, q: Tensor, k: Tensor, v: Tensor) -> Piece:
+        """The call put together again, with what its index tensors hold checked."""
+        piece = Piece(q, k, v, self.mask, self.positions(q, k), self.terms)
+        check_contents(self, piece)
+        return piece
+
     def positions(self, q: Tensor, k: Tensor) -> Positions:
         starts = self.start_tensors or self.starts or (None, None)
         return Positions(
@@ -115,16 +121,13 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     arguments, out_dtype = Arguments(*rest[:-1]), rest[-1]
-    mask, positions = arguments.mask, arguments.positions(q, k)
-    check_contents(arguments, mask, positions)
+    piece = arguments.piece(q, k, v)
     match arguments.backend:
         case "tiled":
             from .tiled_forward import attention_fwd
         case name:
             raise ValueError(f"attention: the registered op has no backend {name!r}.")
-    # A packed call is one batch row whose rows belong to different documents.
-    padded = [x if x.dim() == 4 else x.unsqueeze(0) for x in (q, k, v)]
-    out, lse = attention_fwd(*padded, mask, positions, arguments.terms, out_dtype)
+    out, lse = attention_fwd(piece.as_batch(), out_dtype)
     return (out, lse) if q.dim() == 4 else (out.squeeze(0), lse.squeeze(0))
 
 
@@ -135,16 +138,13 @@ def _attention_bwd(
     from .tiled_backward import attention_gradients
 
     arguments, wanted = Arguments(*rest[:-1]), rest[-1]
-    positions = arguments.positions(q, k)
-    if q.dim() == 3:
-        dout, out, lse, q, k, v = (x.unsqueeze(0) for x in (dout, out, lse, q, k, v))
-        dlse = None if dlse is None else dlse.unsqueeze(0)
-    gradients = attention_gradients(
-        (dout, dlse), (out, lse), (q, k, v), arguments.mask, positions, arguments.terms, wanted
-    )
-    if positions.is_packed:
-        gradients = [*(x.squeeze(0) for x in gradients[:3]), *gradients[3:]]
-    return tuple(gradients)
+    piece = arguments.piece(q, k, v)
+    if q.dim() == 4:
+        return tuple(attention_gradients(piece, (dout, dlse), (out, lse), wanted))
+    dout, out, lse = (x.unsqueeze(0) for x in (dout, out, lse))
+    dlse = None if dlse is None else dlse.unsqueeze(0)
+    gradients = attention_gradients(piece.as_batch(), (dout, dlse), (out, lse), wanted)
+    return (*(x.squeeze(0) for x in gradients[:3]), *gradients[3:])
 
 
 def _attention_bwd_into(
@@ -153,23 +153,21 @@ def _attention_bwd_into(
 ) -> None:  # fmt: skip
     from .tiled_backward import Gradients, attention_bwd
 
-    arguments = Arguments(*rest)
-    mask, positions = arguments.mask, arguments.positions(q, k)
-    check_contents(arguments, mask, positions)
-    tensors = [dout, q, k, v, lse, delta, dq, dk, dv]
+    piece = Arguments(*rest).piece(q, k, v)
+    tensors = [dout, lse, delta, dq, dk, dv]
     if q.dim() == 3:
         tensors = [x.unsqueeze(0) for x in tensors]
-    gradients = Gradients(*tensors[6:])
-    attention_bwd(*tensors[:6], mask, positions, arguments.terms, gradients)
+    attention_bwd(piece.as_batch(), *tensors[:3], Gradients(*tensors[3:]))
 
 
-def check_contents(arguments: Arguments, mask: Mask, positions: Positions) -> None:
+def check_contents(arguments: Arguments, piece: Piece) -> None:
     """Check what index tensors hold: always on the CPU, elsewhere if TILEWISE_CHECK=1 (syncs)."""
+    positions = piece.positions
     tensors = [*positions.lengths, *arguments.mask_tensors]
     forced = os.environ.get("TILEWISE_CHECK") == "1"
     if not forced and any(t.device.type != "cpu" for t in tensors):
         return
-    mask.check_contents(positions.B, positions.H)
+    piece.mask.check_contents(positions.B, positions.H)
     limits = arguments.max_seqlens or [-1, -1]
     for side, stored, used, limit, total in (
         ("q", arguments.cu_seqlens_q, arguments.seqused_q, limits[0], positions.M),

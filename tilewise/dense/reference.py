@@ -12,31 +12,26 @@ element; the tiled backends do so tile by tile.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..core.mask import Mask
 from ..core.partials import Partial
 from ..core.philox import keep_mask
-from ..core.positions import Positions
-from .terms import Terms
+from .piece import Piece, Terms
 
 
-def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, positions: Positions, terms: Terms
-) -> Partial:
-    """The exact `Partial(out, lse)` in fp64, dense or packed as `positions` says."""
-    q, k, v = (x.to(torch.float64) for x in (q, k, v))
-    return _dense_or_packed(q, k, v, mask, positions, terms, torch.float64)
+def attention_reference(piece: Piece) -> Partial:
+    """The exact `Partial(out, lse)` in fp64, dense or packed."""
+    q, k, v = (x.to(torch.float64) for x in (piece.q, piece.k, piece.v))
+    return _all_sequences(replace(piece, q=q, k=k, v=v))
 
 
-def attention_eager(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, positions: Positions, terms: Terms
-) -> Partial:
+def attention_eager(piece: Piece) -> Partial:
     """The same formula with products in the input dtype and fp32 in between: what eager PyTorch
     models run, and the measure of the error budget."""
-    return _dense_or_packed(q, k, v, mask, positions, terms, q.dtype)
+    return _all_sequences(piece)
 
 
 def merge_reference(partials: Sequence[tuple[Tensor, Tensor]]) -> Partial:
@@ -49,58 +44,44 @@ def merge_reference(partials: Sequence[tuple[Tensor, Tensor]]) -> Partial:
     return Partial((shares * outs).sum(0), lse)
 
 
-def _dense_or_packed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, at: Positions, terms: Terms, dtype: torch.dtype
-) -> Partial:
+def _all_sequences(piece: Piece) -> Partial:
+    q, k, v, at = piece.q, piece.k, piece.v, piece.positions
     if not at.is_packed:
-        rows = [
-            _one_sequence(q[b], k[b], v[b], b, at.M, at.N, mask, at, terms, dtype)
-            for b in range(at.B)
-        ]
-        if not rows:
-            empty = q.new_zeros(0, at.M, at.H, v.shape[-1])
-            return Partial(empty, q.new_zeros(0, at.H, at.M, dtype=_statistics_dtype(dtype)))
-        return Partial(torch.stack([r.out for r in rows]), torch.stack([r.lse for r in rows]))
+        parts = [_one_sequence(piece, b, q[b], k[b], v[b]) for b in range(at.B)]
+        if not parts:
+            empty_lse = q.new_zeros(0, at.H, at.M, dtype=piece.accumulator)
+            return Partial(q.new_zeros(0, at.M, at.H, v.shape[-1]), empty_lse)
+        return Partial(torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts]))
     assert at.cu_seqlens_q is not None and at.cu_seqlens_k is not None
-    outs, lses = [], []
     cu_q, cu_k = at.cu_seqlens_q.tolist(), at.cu_seqlens_k.tolist()
-    for b in range(at.B):
-        m, n = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        lengths = (m.stop - m.start, n.stop - n.start)
-        part = _one_sequence(q[m], k[n], v[n], b, *lengths, mask, at, terms, dtype)
-        outs.append(part.out)
-        lses.append(part.lse)
+    parts = [
+        _one_sequence(
+            piece,
+            b,
+            q[cu_q[b] : cu_q[b + 1]],
+            k[cu_k[b] : cu_k[b + 1]],
+            v[cu_k[b] : cu_k[b + 1]],
+        )
+        for b in range(at.B)
+    ]
     tail = at.M - cu_q[-1]
-    outs.append(q.new_zeros(tail, at.H, v.shape[-1]))
-    lses.append(q.new_full((at.H, tail), float("-inf"), dtype=_statistics_dtype(dtype)))
-    return Partial(torch.cat(outs), torch.cat(lses, dim=-1))
+    outs = [*(p.out for p in parts), q.new_zeros(tail, at.H, v.shape[-1])]
+    unowned = q.new_full((at.H, tail), float("-inf"), dtype=piece.accumulator)
+    return Partial(torch.cat(outs), torch.cat([*(p.lse for p in parts), unowned], dim=-1))
 
 
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _one_sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: int,
-    M: int,
-    N: int,
-    mask: Mask,
-    at: Positions,
-    terms: Terms,
-    dtype: torch.dtype,
-) -> Partial:
+def _one_sequence(piece: Piece, b: int, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     """One batch row or document: q `[M, H, D]` -> out `[M, H, E]`, lse `[H, M]`."""
+    at, terms, H = piece.positions, piece.terms, q.shape[1]
+    M, statistics = q.shape[0], piece.accumulator
     used_q = M if at.seqused_q is None else int(at.seqused_q[b])
-    used_k = N if at.seqused_k is None else int(at.seqused_k[b])
+    used_k = k.shape[0] if at.seqused_k is None else int(at.seqused_k[b])
     q, k, v = q[:used_q], k[:used_k], v[:used_k]
     offset = 0 if at.is_piece else used_k - used_q
     q_start, k_start = (_start(x, b) for x in (at.q_start, at.k_start))
-    visible = mask.dense(
+    visible = piece.mask.dense(
         1,
-        at.H,
+        H,
         used_q,
         used_k,
         offset=offset,
@@ -114,18 +95,15 @@ def _one_sequence(
 
     # [H, M, D]; what no row sees is cut off before it can spread as 0 * NaN.
     qh = _hide(q.transpose(0, 1), visible.any(-1))
-    repeat = at.H // k.shape[1]
-    kh = k.transpose(0, 1).repeat_interleave(repeat, dim=0)
-    vh = v.transpose(0, 1).repeat_interleave(repeat, dim=0)
+    kh, vh = (x.transpose(0, 1).repeat_interleave(piece.group, dim=0) for x in (k, v))
     kh, vh = _hide(kh, visible.any(-2)), _hide(vh, visible.any(-2))
 
-    statistics = _statistics_dtype(dtype)
     scores = _product(qh, kh, visible).to(statistics) * terms.scale
     scores = _add_terms(scores, terms, b, i + offset - j)
     scores = scores.masked_fill(~visible, float("-inf"))
     logits = scores
     if terms.sinks is not None:
-        sink = terms.sinks.to(statistics).reshape(-1, 1, 1).expand(at.H, used_q, 1)
+        sink = terms.sinks.to(statistics).reshape(-1, 1, 1).expand(H, used_q, 1)
         logits = torch.cat([scores, sink], dim=-1)
     lse = _logsumexp(logits)
     is_empty = lse.isneginf().unsqueeze(-1)
@@ -134,14 +112,14 @@ def _one_sequence(
     p = torch.where(visible, torch.exp(gap), 0.0)
     if terms.dropout_p > 0.0:
         assert terms.rng is not None
-        row = b * at.H + torch.arange(at.H, device=q.device).reshape(-1, 1, 1)
+        row = b * H + torch.arange(H, device=q.device).reshape(-1, 1, 1)
         keep = keep_mask(terms.rng, terms.dropout_p, row, i, j)
         p = torch.where(keep, p / (1.0 - terms.dropout_p), 0.0)
-    out = _weighted_sum(p.to(dtype), vh, visible).transpose(0, 1)
+    out = _weighted_sum(p.to(q.dtype), vh, visible).transpose(0, 1)
     pad = M - used_q
     if pad:
         out = torch.cat([out, out.new_zeros(pad, *out.shape[1:])])
-        lse = torch.cat([lse, lse.new_full((at.H, pad), float("-inf"))], dim=-1)
+        lse = torch.cat([lse, lse.new_full((H, pad), float("-inf"))], dim=-1)
     return Partial(out, lse)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core.philox import keep_mask, keep_tile
 from ..core.positions import Positions, Rows
 from ..core.tiles import RowPlan
-from .terms import Terms
+from .piece import Piece, Terms
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -97,8 +97,9 @@ class Tile:
         part.add_(x.view(self.b1 - self.b0, self.g1 - self.g0, n1 - n0, x.shape[-1]))
 
 
-def cut(B: int, G: int, group: int, M: int, N: int) -> Iterator[Tile]:
+def cut(piece: Piece) -> Iterator[Tile]:
     """The tiles of a call: lanes so many at a time that a score tile has <= TILE_ELEMENTS."""
+    (B, M), (N, G), group = piece.q.shape[:2], piece.k.shape[1:3], piece.group
     m = min(M, BLOCK_M)
     n = min(N, BLOCK_N)
     # Many query heads on one kv head: fewer rows of each.
@@ -120,8 +121,8 @@ class Workspace:
     Fresh allocations of a tile's size cost more than the arithmetic on it (page faults).
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self._device, self._dtype = like.device, dtype
+    def __init__(self, piece: Piece) -> None:
+        self._device, self._dtype = piece.q.device, piece.accumulator
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -131,10 +132,6 @@ class Workspace:
             buffer = torch.empty(size, dtype=self._dtype, device=self._device)
             self._buffers[name] = buffer
         return buffer[:size].view(shape)
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass
@@ -183,10 +180,16 @@ class ScoreTile:
 
     tile: Tile
     rows: Rows
-    terms: Terms
-    is_packed: bool
-    n_heads: int
+    piece: Piece
     space: Workspace
+
+    @property
+    def terms(self) -> Terms:
+        return self.piece.terms
+
+    @property
+    def is_packed(self) -> bool:
+        return self.piece.positions.is_packed
 
     def scores_log2(self, q: Tensor, k: Tensor, n0: int, n1: int) -> Tensor:
         """`[L, r m, n]` scores in log2 units from q `[L, r m, D]` and k `[L, n, D]`.
@@ -245,7 +248,7 @@ class ScoreTile:
         """Dropout's keep mask, bool, broadcastable to `[b, h, m, n]`."""
         rows, terms = self.rows, self.terms
         assert terms.rng is not None
-        row = rows.b * self.n_heads + rows.h
+        row = rows.b * self.piece.positions.H + rows.h
         if isinstance(rows.key_base, int):
             keys = (n0 - rows.key_base, n1 - rows.key_base)
             return keep_tile(terms.rng, terms.dropout_p, row, rows.i, keys)

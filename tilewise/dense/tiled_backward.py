@@ -15,12 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.mask import Mask
-from ..core.positions import Positions
 from ..core.tiles import plan_rows
 from . import torch_flash
-from .terms import Terms
-from .tiled import BLOCK_N, LOG2E, ScoreTile, Tile, Visibility, Workspace, accumulator_dtype, cut
+from .piece import Piece, Terms
+from .tiled import BLOCK_N, LOG2E, ScoreTile, Tile, Visibility, Workspace, cut
 
 
 @dataclass
@@ -38,111 +36,77 @@ class Gradients:
     dsinks: Tensor | None = None
 
 
-def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """`delta = rowsum(dO * O) - dLSE`, `[B, H, M]`, from `[B, M, H, E]`."""
-    dtype = accumulator_dtype(out.dtype)
-    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
-    return delta if dlse is None else delta - dlse
-
-
 def attention_gradients(
+    piece: Piece,
     upstream: tuple[Tensor, Tensor | None],
     result: tuple[Tensor, Tensor],
-    inputs: tuple[Tensor, Tensor, Tensor],
-    mask: Mask,
-    positions: Positions,
-    terms: Terms,
     wanted: list[bool],
 ) -> list[Tensor]:
     """Gradients of q, k, v, bias, slopes and sinks, in their dtypes; empty where not wanted.
 
     Args:
-        upstream: dout and dlse. result: out and lse. inputs: q, k, v. As `attention_bwd`.
+        upstream: dout `[B, M, H, E]`, and dlse `[B, H, M]` or None. result: out and lse.
         wanted: whether bias, slopes and sinks need one.
     """
-    (dout, dlse), (out, lse), (q, k, v) = upstream, result, inputs
-    if dlse is None and torch_flash.is_same_piece(q, k, v, mask, positions, terms, out.dtype):
-        dq, dk, dv = torch_flash.backward(dout, out, lse, inputs, mask, terms.scale)
-        return [dq, dk, dv, *(q.new_empty(0) for _ in wanted)]
-    dtype = accumulator_dtype(q.dtype)
-    extras = [
-        torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-        if x is not None and want
-        else None
-        for x, want in zip((terms.bias, terms.alibi_slopes, terms.sinks), wanted, strict=True)
-    ]
-    buffers = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in inputs]
-    delta = row_delta(dout, out, dlse)
-    gradients = Gradients(*buffers, *extras)
-    attention_bwd(dout, q, k, v, lse, delta, mask, positions, terms, gradients)
-    sources = (terms.bias, terms.alibi_slopes, terms.sinks)
-    results = [buffer.to(q.dtype) for buffer in buffers]
-    for buffer, source in zip(extras, sources, strict=True):
-        known = buffer is not None and source is not None
-        results.append(buffer.to(source.dtype) if known else q.new_empty(0))
-    return results
+    (dout, dlse), (out, lse), terms, dtype = upstream, result, piece.terms, piece.accumulator
+    if dlse is None and torch_flash.is_same_piece(piece, out.dtype):
+        return [*torch_flash.backward(piece, dout, out, lse), *(lse.new_empty(0) for _ in wanted)]
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+    sources = [piece.q, piece.k, piece.v]
+    extras = (terms.bias, terms.alibi_slopes, terms.sinks)
+    sources += [x for x, want in zip(extras, wanted, strict=True) if want and x is not None]
+    buffers = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in sources]
+    own = iter(buffers[3:])
+    gradients = Gradients(*buffers[:3], *(next(own) if want else None for want in wanted))
+    attention_bwd(piece, dout, lse, delta, gradients)
+    cast = [buffer.to(x.dtype) for buffer, x in zip(buffers, sources, strict=True)]
+    own = iter(cast[3:])
+    return [*cast[:3], *(next(own) if want else lse.new_empty(0) for want in wanted)]
 
 
 def attention_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    mask: Mask,
-    positions: Positions,
-    terms: Terms,
-    gradients: Gradients,
+    piece: Piece, dout: Tensor, lse: Tensor, delta: Tensor, gradients: Gradients
 ) -> None:
     """Add every gradient of one piece into `gradients`.
 
     Args:
-        dout: `[B, M, H, E]`. q, k, v: as in the forward.
+        dout: `[B, M, H, E]`.
         lse, delta: `[B, H, M]`, those of the whole softmax, which may hold more keys than k.
     """
-    space = Workspace(q, accumulator_dtype(q.dtype))
-    (B, M, H, _), (_, N, G, _) = q.shape, k.shape
-    for tile in cut(B, G, H // G, M, N):
-        _backward_tile(
-            dout, q, k, v, lse, delta, mask, positions, terms, gradients, tile=tile, space=space
-        )
+    space = Workspace(piece)
+    for tile in cut(piece):
+        _backward_tile(piece, tile, space, dout, lse, delta, gradients)
 
 
 def _backward_tile(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    mask: Mask,
-    positions: Positions,
-    terms: Terms,
-    gradients: Gradients,
-    *,
+    piece: Piece,
     tile: Tile,
     space: Workspace,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    gradients: Gradients,
 ) -> None:
-    dtype = accumulator_dtype(q.dtype)
-    rows = tile.rows(positions)
-    plan = plan_rows(mask, rows, positions.N, BLOCK_N)
-    rows = rows.to(q.device)
-    score = ScoreTile(tile, rows, terms, positions.is_packed, positions.H, space)
-    q_tile, do_tile = tile.load_rows(q, dtype), tile.load_rows(dout, dtype)
+    terms, dtype, device = piece.terms, piece.accumulator, piece.q.device
+    rows = tile.rows(piece.positions)
+    plan = plan_rows(piece.mask, rows, piece.positions.N, BLOCK_N)
+    score = ScoreTile(tile, rows.to(device), piece, space)
+    q_tile, do_tile = tile.load_rows(piece.q, dtype), tile.load_rows(dout, dtype)
     row_lse = tile.load_statistics(lse).to(dtype)
     is_empty = row_lse.isneginf()
     # The shift of an empty row is free: its scores are all -inf.
     lse_log2 = torch.where(is_empty, 0.0, row_lse * LOG2E).unsqueeze(-1)
-    row_delta_ = torch.where(is_empty, 0.0, tile.load_statistics(delta).to(dtype)).unsqueeze(-1)
+    row_delta = torch.where(is_empty, 0.0, tile.load_statistics(delta).to(dtype)).unsqueeze(-1)
     if gradients.dsinks is not None:
-        _add_sink_gradient(tile, terms, row_lse, row_delta_, gradients.dsinks)
+        _add_sink_gradient(tile, terms, row_lse, row_delta, gradients.dsinks)
     dq = space.take("dq", *q_tile.shape).zero_()
     for n0, n1, is_full in plan.ranges:
-        k_tile, v_tile = tile.load_keys(k, n0, n1, dtype), tile.load_keys(v, n0, n1, dtype)
+        k_tile, v_tile = (tile.load_keys(x, n0, n1, dtype) for x in (piece.k, piece.v))
         q_seen, do_seen, visibility = q_tile, do_tile, None
         if not is_full:
-            visibility = Visibility.of(plan, tile, n0, n1, q.device)
+            visibility = Visibility.of(plan, tile, n0, n1, device)
             k_tile, v_tile = visibility.clean_keys(k_tile), visibility.clean_keys(v_tile)
             q_seen, do_seen = visibility.clean_rows(q_tile), visibility.clean_rows(do_tile)
         s = score.scores_log2(q_seen, k_tile, n0, n1)
@@ -158,7 +122,7 @@ def _backward_tile(
             torch.mul(p.view(*tile.shape, -1), keep, out=kept.view(*tile.shape, -1))
             dp.view(*tile.shape, -1).mul_(keep)
         tile.add_keys(torch.bmm(kept.transpose(1, 2), do_seen), gradients.dv, n0, n1)
-        ds = dp.sub_(row_delta_).mul_(p)
+        ds = dp.sub_(row_delta).mul_(p)
         if visibility is not None:
             # P is 0 there, but delta of a row that nobody owns may be NaN.
             visibility.hide(ds, tile, 0.0)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.mask import Mask
-from ..core.positions import Positions
 from ..core.tiles import plan_rows
 from . import torch_flash
-from .terms import Terms
+from .piece import Piece, Terms
 from .tiled import (
     BLOCK_N,
     LN2,
@@ -24,65 +22,38 @@ from .tiled import (
     Tile,
     Visibility,
     Workspace,
-    accumulator_dtype,
     cut,
 )
 
 
-def attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    positions: Positions,
-    terms: Terms,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """out `[B, M, H, E]` and lse `[B, H, M]`.
-
-    Args:
-        q, k, v: `[B, M, H, D]`, `[B, N, G, D]`, `[B, N, G, E]`, any strides; a packed call comes
-            as one batch row. Nothing is checked here.
-    """
-    if torch_flash.is_same_piece(q, k, v, mask, positions, terms, out_dtype):
-        return torch_flash.forward(q, k, v, mask, terms.scale)
-    B, M, H, _ = q.shape
-    N, G, E = v.shape[1:]
-    dtype = accumulator_dtype(q.dtype)
-    out = torch.empty(B, M, H, E, dtype=out_dtype, device=q.device)
-    lse = torch.empty(B, H, M, dtype=dtype, device=q.device)
-    space = Workspace(q, dtype)
-    for tile in cut(B, G, H // G, M, N):
-        _forward_tile(q, k, v, mask, positions, terms, tile, space, out, lse)
+def attention_fwd(piece: Piece, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """out `[B, M, H, E]` and lse `[B, H, M]` of a padded piece. Nothing is checked here."""
+    if torch_flash.is_same_piece(piece, out_dtype):
+        return torch_flash.forward(piece)
+    (B, M, H, _), E = piece.q.shape, piece.v.shape[-1]
+    out = torch.empty(B, M, H, E, dtype=out_dtype, device=piece.q.device)
+    lse = torch.empty(B, H, M, dtype=piece.accumulator, device=piece.q.device)
+    space = Workspace(piece)
+    for tile in cut(piece):
+        _forward_tile(piece, tile, space, out, lse)
     return out, lse
 
 
-def _forward_tile(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    positions: Positions,
-    terms: Terms,
-    tile: Tile,
-    space: Workspace,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    dtype = accumulator_dtype(q.dtype)
-    rows = tile.rows(positions)
-    plan = plan_rows(mask, rows, positions.N, BLOCK_N)
-    rows = rows.to(q.device)
-    score = ScoreTile(tile, rows, terms, positions.is_packed, positions.H, space)
-    q_tile = tile.load_rows(q, dtype)
+def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: Tensor) -> None:
+    terms, dtype, device = piece.terms, piece.accumulator, piece.q.device
+    rows = tile.rows(piece.positions)
+    plan = plan_rows(piece.mask, rows, piece.positions.N, BLOCK_N)
+    rows = rows.to(device)
+    score = ScoreTile(tile, rows, piece, space)
+    q_tile = tile.load_rows(piece.q, dtype)
     row_max, row_sum = _initial_state(tile, terms, q_tile)
-    acc = space.take("acc", *q_tile.shape[:2], v.shape[-1]).zero_()
+    acc = space.take("acc", *q_tile.shape[:2], piece.v.shape[-1]).zero_()
     for n0, n1, is_full in plan.ranges:
-        k_tile = tile.load_keys(k, n0, n1, dtype)
-        v_tile = tile.load_keys(v, n0, n1, dtype)
+        k_tile = tile.load_keys(piece.k, n0, n1, dtype)
+        v_tile = tile.load_keys(piece.v, n0, n1, dtype)
         s = score.scores_log2(q_tile, k_tile, n0, n1)
         if not is_full:
-            visibility = Visibility.of(plan, tile, n0, n1, q.device)
+            visibility = Visibility.of(plan, tile, n0, n1, device)
             visibility.hide(s, tile, float("-inf"))
             v_tile = visibility.clean_keys(v_tile)
         new_max = torch.maximum(row_max, s.amax(-1))

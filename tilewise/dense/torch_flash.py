@@ -13,10 +13,9 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from ..core.mask import Mask
+from ..core.mask import UNBOUNDED, Mask
 from ..core.mask_leaves import Full, Window
-from ..core.positions import Positions
-from .terms import Terms
+from .piece import Piece
 
 _is_enabled: ContextVar[bool] = ContextVar("tilewise_torch_flash", default=True)
 
@@ -34,59 +33,44 @@ def disabled() -> Iterator[None]:
         _is_enabled.reset(token)
 
 
-def _is_causal(mask: Mask) -> bool:
-    return type(mask) is Window and mask.right == 0
-
-
-def is_same_piece(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    positions: Positions,
-    terms: Terms,
-    out_dtype: torch.dtype,
-) -> bool:
+def is_same_piece(piece: Piece, out_dtype: torch.dtype) -> bool:
     """Whether the fused op would compute just this piece."""
-    M, N = positions.M, positions.N
-    unbounded = type(mask) is Full or (
-        _is_causal(mask) and M == N and isinstance(mask, Window) and mask.left >= N - 1
-    )
-    no_terms = terms.softcap is terms.bias is terms.alibi_slopes is terms.sinks is None
+    q, k, v, M, N = piece.q, piece.k, piece.v, piece.positions.M, piece.positions.N
     return (
         _is_enabled.get()
         and q.device.type == "cpu"
         and q.dtype in _DTYPES
         and out_dtype == q.dtype
-        and unbounded
-        and positions.is_plain
-        and no_terms
-        and terms.dropout_p == 0.0
-        and q.shape[2] == k.shape[2]
+        and (type(piece.mask) is Full or (_is_causal(piece.mask) and M == N))
+        and piece.positions.is_plain
+        and piece.terms.is_plain
+        and piece.group == 1
         and q.shape[-1] == v.shape[-1]
         and min(*q.shape, N) > 0
         and all(x.stride(-1) == 1 for x in (q, k, v))
     )
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+def _is_causal(mask: Mask) -> bool:
+    return type(mask) is Window and mask.right == 0 and mask.left == UNBOUNDED
+
+
+def forward(piece: Piece) -> tuple[Tensor, Tensor]:
+    heads_first = (x.transpose(1, 2) for x in (piece.q, piece.k, piece.v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *heads_first, 0.0, _is_causal(mask), scale=scale
+        *heads_first, 0.0, _is_causal(piece.mask), scale=piece.terms.scale
     )
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
-def backward(
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    mask: Mask,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    heads_first = (x.transpose(1, 2) for x in (dout.contiguous(), *inputs, out))
+def backward(piece: Piece, dout: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+    """dq, dk, dv."""
+    tensors = (dout.contiguous(), piece.q, piece.k, piece.v, out)
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *heads_first, lse, 0.0, _is_causal(mask), scale=scale
+        *(x.transpose(1, 2) for x in tensors),
+        lse,
+        0.0,
+        _is_causal(piece.mask),
+        scale=piece.terms.scale,
     )
-    return tuple(x.transpose(1, 2).contiguous() for x in gradients)
+    return [x.transpose(1, 2).contiguous() for x in gradients]

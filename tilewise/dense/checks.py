@@ -1,0 +1,180 @@
+"""What can be said of a call's arguments without reading tensors, and the ops' argument list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.mask import Mask
+from ..core.shapes import check_broadcastable, check_same_device, check_same_dtype, check_shapes
+from .ops import Arguments
+
+
+def check_call(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    terms: dict[str, Any],
+    placement: dict[str, Any],
+) -> Arguments:
+    """Everything that can be said without reading tensors; the ops' arguments."""
+    dims = _check_tensors(op, q, k, v, terms, placement)
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"{op}: mask must be a tilewise Mask such as causal() or from_function(fn), "
+            f"got {type(mask).__name__}."
+        )
+    scale = dims["D"] ** -0.5 if terms["scale"] is None else terms["scale"]
+    _check_numbers(op, scale, terms["softcap"], terms["dropout_p"])
+    bias = terms["bias"]
+    if bias is not None:
+        bias = _check_bias(op, bias, dims, placement)
+    start_ints, start_tensors = _check_starts(op, placement, dims["B"], q.device)
+    arguments = Arguments(
+        bias=bias,
+        alibi_slopes=terms["alibi_slopes"],
+        sinks=terms["sinks"],
+        rng=None,
+        cu_seqlens_q=placement.get("cu_seqlens_q"),
+        cu_seqlens_k=placement.get("cu_seqlens_k"),
+        seqused_q=placement.get("seqused_q"),
+        seqused_k=placement.get("seqused_k"),
+        max_seqlens=_check_max_seqlens(op, placement),
+        starts=start_ints,
+        start_tensors=start_tensors,
+        mask_flags=[],
+        mask_ints=[],
+        mask_tensors=[],
+        scale=float(scale),
+        softcap=terms["softcap"],
+        dropout_p=float(terms["dropout_p"]),
+        backend="",
+    )
+    positions = arguments.positions(q, k)
+    lowered = (
+        mask if mask.is_exact else mask.lowered(dims["B"], dims["H"], *positions.extent, q.device)
+    )
+    flags, ints, tensors = lowered.lower()
+    # A mask built from a list lives on the CPU; its few lengths follow q.
+    tensors = [t.to(q.device, non_blocking=True) if t.device.type == "cpu" else t for t in tensors]
+    check_same_device(op, {"q": q, **{f"mask tensor {i}": t for i, t in enumerate(tensors)}})
+    return arguments._replace(mask_flags=flags, mask_ints=ints, mask_tensors=tensors)
+
+
+def _check_tensors(
+    op: str, q: Tensor, k: Tensor, v: Tensor, terms: dict[str, Any], placement: dict[str, Any]
+) -> dict[str, int]:
+    tensors = {"q": q, "k": k, "v": v}
+    lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+    tensors |= {name: placement[name] for name in lengths if placement.get(name) is not None}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
+    if "cu_seqlens_q" in tensors:
+        dims = check_shapes(op, tensors, q="T H D", k="S G D", v="S G E", cu_seqlens_q="B+1")
+        dims["B"] = dims["B+1"] - 1
+        if dims["B"] < 0:
+            raise ValueError(f"{op}: cu_seqlens_q must hold at least one entry, got none.")
+        check_shapes(op, tensors, cu_seqlens_q="B+1", cu_seqlens_k="B+1")
+    else:
+        dims = check_shapes(op, tensors, q="B M H D", k="B N G D", v="B N G E")
+    for name in lengths:
+        if name in tensors and tensors[name].dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{op}: {name} must be int32 or int64, got {tensors[name].dtype}.")
+        if name in tensors and name.startswith("seqused"):
+            _check_per_batch(op, name, tensors[name], dims["B"])
+    check_same_dtype(op, {"q": q, "k": k, "v": v})
+    H, G = dims["H"], dims["G"]
+    if G == 0 or H % G != 0:
+        raise ValueError(
+            f"{op}: the query heads of q must be a multiple of the kv heads of k, "
+            f"got H = {H} and G = {G}."
+        )
+    for name, spec in (("alibi_slopes", "B H"), ("sinks", "H")):
+        tensor = terms[name]
+        if tensor is not None:
+            _check_heads(op, name, tensor, "H" if tensor.dim() == 1 else spec, dims)
+        tensors[name] = tensor
+    tensors["bias"] = terms["bias"]
+    check_same_device(op, tensors)
+    return dims
+
+
+def _check_heads(op: str, name: str, tensor: Tensor, spec: str, dims: dict[str, int]) -> None:
+    expected = [dims[letter] for letter in spec.split()]
+    if list(tensor.shape) != expected or not tensor.is_floating_point():
+        raise ValueError(
+            f"{op}: {name} must be floating [{', '.join(spec.split())}] = {expected}, "
+            f"got {tensor.dtype} {list(tensor.shape)}."
+        )
+
+
+def _check_per_batch(op: str, name: str, tensor: Tensor, B: int) -> None:
+    if tensor.dim() != 1 or tensor.shape[0] != B:
+        raise ValueError(f"{op}: {name} must be [B] = [{B}], got {list(tensor.shape)}.")
+
+
+def _check_numbers(op: str, scale: float, softcap: float | None, dropout_p: float) -> None:
+    # Comparisons, not math.isfinite: torch.compile may hold these as symbols.
+    if not abs(scale) < math.inf:
+        raise ValueError(f"{op}: scale must be finite, got {scale}.")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ValueError(f"{op}: softcap must be finite and positive, or None, got {softcap}.")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"{op}: dropout_p must lie in [0, 1), got {dropout_p}.")
+
+
+def _check_bias(op: str, bias: Tensor, dims: dict[str, int], placement: dict[str, Any]) -> Tensor:
+    if not bias.is_floating_point():
+        raise ValueError(
+            f"{op}: bias must be floating, got {bias.dtype}; a bool mask goes to mask=, "
+            "for instance from_function(lambda b, h, m, n: keep[b, h, m, n])."
+        )
+    if "M" in dims:
+        sizes = {letter: dims[letter] for letter in "BHMN"}
+        return check_broadcastable(op, "bias", bias, sizes)
+    # Documents differ in length, so only batch and head are known here; a row or column count
+    # of 1 is broadcast, any other is read from its first entry on.
+    rows = bias.shape[-2] if bias.dim() >= 2 else 1
+    columns = bias.shape[-1] if bias.dim() >= 1 else 1
+    sizes = {"B": dims["B"], "H": dims["H"], "max_seqlen_q": rows, "max_seqlen_k": columns}
+    return check_broadcastable(op, "bias", bias, sizes)
+
+
+def _check_max_seqlens(op: str, placement: dict[str, Any]) -> list[int]:
+    given = [placement.get("max_seqlen_q"), placement.get("max_seqlen_k")]
+    if given == [None, None]:
+        return []
+    for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
+        if value is not None and value < 0:
+            raise ValueError(f"{op}: {name} must not be negative, got {value}.")
+    return [-1 if value is None else int(value) for value in given]
+
+
+def _check_starts(
+    op: str, placement: dict[str, Any], B: int, device: torch.device
+) -> tuple[list[int], list[Tensor]]:
+    starts: Sequence[int | Tensor | None] = (placement.get("q_start"), placement.get("k_start"))
+    if starts[0] is None and starts[1] is None:
+        return [], []
+    given: list[int | Tensor] = [0 if start is None else start for start in starts]
+    if not any(isinstance(start, Tensor) for start in given):
+        ints = [int(start) for start in given]
+        if min(ints) < 0:
+            raise ValueError(f"{op}: q_start and k_start must not be negative, got {ints}.")
+        return ints, []
+    tensors = []
+    for name, start in zip(("q_start", "k_start"), given, strict=True):
+        if not isinstance(start, Tensor):
+            start = torch.full((B,), start, dtype=torch.int64, device=device)
+        if start.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{op}: {name} must be an int or integer [B], got {start.dtype}.")
+        _check_per_batch(op, name, start, B)
+        tensors.append(start)
+    return [], tensors

@@ -1,0 +1,71 @@
+"""The core primitive: attention of a range of queries over a range of keys under a mask.
+
+Dense, packed, ring, split and cached attention are all made of pieces and merges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..core.mask import Mask
+from ..core.positions import Positions
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a score is made of besides q . k, and the softmax's extras, after checking.
+
+    scale: multiplies q . k. softcap: c in `c * tanh(s / c)`, None for none.
+    alibi_slopes: `[H]` or `[B, H]`, adds `-slope * |m + offset - n|`.
+    bias: `[B or 1, H or 1, M or 1, N or 1]`, added after softcap and before the mask.
+    sinks: `[H]`, one extra logit per head in the denominator.
+    dropout_p, rng: the probability of dropping, and int64 `[2]` seed and offset.
+    """
+
+    scale: float
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    rng: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but the scale."""
+        extras = (self.softcap, self.alibi_slopes, self.bias, self.sinks)
+        return all(x is None for x in extras) and self.dropout_p == 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One call's inputs: q `[B, M, H, D]`, k `[B, N, G, D]`, v `[B, N, G, E]` and what they mean.
+
+    Any strides. Packed tensors are `[T, H, D]`; `as_batch` makes one batch row of them.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    positions: Positions
+    terms: Terms
+
+    @property
+    def group(self) -> int:
+        """Query heads on one kv head."""
+        return self.q.shape[-2] // self.k.shape[-2]
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The dtype of sums and statistics: fp32, or fp64 for fp64 inputs."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def as_batch(self) -> Piece:
+        if self.q.dim() == 4:
+            return self
+        q, k, v = (x.unsqueeze(0) for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v)
