@@ -64,10 +64,10 @@ def measure_budget(
     max_error, mean_error = float(error.max()), float(error.mean())
     if not bool(torch.isfinite(got).all()):
         problem = f"{int((~torch.isfinite(got)).sum())} elements are not finite"
-    elif max_error > max_budget:
+    elif not max_error <= max_budget:
         where = torch.unravel_index(error.argmax(), error.shape)
         problem = f"max error over budget at {[int(x) for x in where]}"
-    elif mean_error > mean_budget:
+    elif not mean_error <= mean_budget:
         problem = "mean error over budget"
     return BudgetReport(name, max_error, max_budget, mean_error, mean_budget, problem)
 
@@ -97,6 +97,8 @@ def _form_problem(got: Tensor, exact: Tensor, eager: Tensor) -> str:
         return f"shapes differ: got {list(got.shape)}, exact {list(exact.shape)}"
     if not bool(torch.isfinite(exact).all() | exact.isneginf().any()):
         return "the oracle itself is not finite"
+    if not bool(torch.isfinite(eager).all()) and bool(torch.isfinite(exact).all()):
+        return "the eager form is not finite, so there is no budget"
     return ""
 
 

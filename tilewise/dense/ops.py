@@ -258,7 +258,12 @@ class Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None,
         sinks: Tensor | None, rest: tuple[Any, ...], out_dtype: torch.dtype, lse_has_grad: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, out_dtype)
+        wanted = [ctx.needs_input_grad[i] for i in (3, 4, 5)]
+        # delta = rowsum(dO * O) is all there is in the gradient of a sink and cancels in that of a
+        # bias; with O rounded to 16 bits it would be over the error budget.
+        wide = q.dtype == torch.float64 or any(wanted)
+        stored = _lse_dtype(q) if wide else out_dtype
+        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, stored)
         arguments = Arguments(bias, slopes, sinks, *rest)
         ctx.save_for_backward(
             q, k, v, out, lse, bias, slopes, sinks, *arguments[3:8],
@@ -268,12 +273,12 @@ class Attention(torch.autograd.Function):
         ctx.plain = (arguments.max_seqlens, arguments.starts)
         ctx.mask = (arguments.mask_flags, arguments.mask_ints)
         ctx.scalars = arguments[14:]
-        ctx.wanted = [ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[5]]
+        ctx.wanted = wanted
         ctx.lse_has_grad = lse_has_grad
         ctx.set_materialize_grads(False)
         if not lse_has_grad:
             ctx.mark_non_differentiable(lse)
-        return out, lse
+        return out.to(out_dtype), lse
 
     @staticmethod
     @once_differentiable

@@ -11,8 +11,7 @@ element; the tiled backends do so tile by tile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,93 +33,139 @@ def attention_eager(piece: Piece) -> Partial:
     return _all_sequences(piece)
 
 
-def merge_reference(partials: Sequence[tuple[Tensor, Tensor]]) -> Partial:
+def merge_reference(partials: list[tuple[Tensor, Tensor]]) -> Partial:
     """The merge of partials by its definition, in fp64."""
     lses = torch.stack([lse.to(torch.float64) for _, lse in partials])
-    lse = torch.logsumexp(lses, dim=0)
-    is_empty = lse.isneginf()
-    shares = torch.exp(lses - torch.where(is_empty, 0.0, lse)).transpose(-1, -2).unsqueeze(-1)
+    lse = logsumexp(lses.movedim(0, -1))
+    shares = torch.exp(lses - torch.where(lse.isneginf(), 0.0, lse))
+    shares = shares.transpose(-1, -2).unsqueeze(-1)
     outs = torch.stack([out.to(torch.float64) for out, _ in partials])
     return Partial((shares * outs).sum(0), lse)
 
 
-def _all_sequences(piece: Piece) -> Partial:
-    q, k, v, at = piece.q, piece.k, piece.v, piece.positions
-    if not at.is_packed:
-        parts = [_one_sequence(piece, b, q[b], k[b], v[b]) for b in range(at.B)]
-        if not parts:
-            empty_lse = q.new_zeros(0, at.H, at.M, dtype=piece.accumulator)
-            return Partial(q.new_zeros(0, at.M, at.H, v.shape[-1]), empty_lse)
-        return Partial(torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts]))
-    assert at.cu_seqlens_q is not None and at.cu_seqlens_k is not None
-    cu_q, cu_k = at.cu_seqlens_q.tolist(), at.cu_seqlens_k.tolist()
-    parts = [
-        _one_sequence(
-            piece,
-            b,
-            q[cu_q[b] : cu_q[b + 1]],
-            k[cu_k[b] : cu_k[b + 1]],
-            v[cu_k[b] : cu_k[b + 1]],
+@dataclass(frozen=True)
+class Sequence:
+    """One batch row or document: q `[M, H, D]`, k `[N, G, D]`, v `[N, G, E]`, used rows only."""
+
+    piece: Piece
+    b: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    stored_q: int
+
+    @property
+    def starts(self) -> tuple[int, int]:
+        at = self.piece.positions
+        return _start(at.q_start, self.b), _start(at.k_start, self.b)
+
+    @property
+    def offset(self) -> int:
+        return 0 if self.piece.positions.is_piece else self.k.shape[0] - self.q.shape[0]
+
+    @property
+    def indices(self) -> tuple[Tensor, Tensor]:
+        """i `[1, M, 1]` and j `[1, 1, N]`."""
+        (q_start, k_start), device = self.starts, self.q.device
+        i = torch.arange(q_start, q_start + self.q.shape[0], device=device)
+        j = torch.arange(k_start, k_start + self.k.shape[0], device=device)
+        return i.reshape(1, -1, 1), j.reshape(1, 1, -1)
+
+    def visible(self) -> Tensor:
+        """The mask, bool `[H, M, N]`."""
+        (q_start, k_start), (M, H), N = self.starts, self.q.shape[:2], self.k.shape[0]
+        return self.piece.mask.dense(
+            1,
+            H,
+            M,
+            N,
+            offset=self.offset,
+            batch_index=torch.tensor([self.b]),
+            q_start=q_start,
+            k_start=k_start,
+            device=self.q.device,
+        )[0]
+
+    def heads(self, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as `[H, L, X]`; what nobody sees is cut off before it spreads as 0 * NaN."""
+        k, v = (
+            x.transpose(0, 1).repeat_interleave(self.piece.group, dim=0) for x in (self.k, self.v)
         )
-        for b in range(at.B)
-    ]
-    tail = at.M - cu_q[-1]
-    outs = [*(p.out for p in parts), q.new_zeros(tail, at.H, v.shape[-1])]
-    unowned = q.new_full((at.H, tail), float("-inf"), dtype=piece.accumulator)
-    return Partial(torch.cat(outs), torch.cat([*(p.lse for p in parts), unowned], dim=-1))
+        q, seen = self.q.transpose(0, 1), visible.any(-2)
+        return _hide(q, visible.any(-1)), _hide(k, seen), _hide(v, seen)
 
 
-def _one_sequence(piece: Piece, b: int, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    """One batch row or document: q `[M, H, D]` -> out `[M, H, E]`, lse `[H, M]`."""
-    at, terms, H = piece.positions, piece.terms, q.shape[1]
-    M, statistics = q.shape[0], piece.accumulator
-    used_q = M if at.seqused_q is None else int(at.seqused_q[b])
-    used_k = k.shape[0] if at.seqused_k is None else int(at.seqused_k[b])
-    q, k, v = q[:used_q], k[:used_k], v[:used_k]
-    offset = 0 if at.is_piece else used_k - used_q
-    q_start, k_start = (_start(x, b) for x in (at.q_start, at.k_start))
-    visible = piece.mask.dense(
-        1,
-        H,
-        used_q,
-        used_k,
-        offset=offset,
-        batch_index=torch.tensor([b]),
-        q_start=q_start,
-        k_start=k_start,
-        device=q.device,
-    )[0]
-    i = torch.arange(q_start, q_start + used_q, device=q.device).reshape(1, -1, 1)
-    j = torch.arange(k_start, k_start + used_k, device=q.device).reshape(1, 1, -1)
+def sequences(piece: Piece) -> list[Sequence]:
+    """The batch rows or documents of a piece, each by itself."""
+    at = piece.positions
+    if at.is_packed:
+        assert at.cu_seqlens_q is not None and at.cu_seqlens_k is not None
+        m, n = at.cu_seqlens_q.tolist(), at.cu_seqlens_k.tolist()
+        stored = [
+            (piece.q[m[b] : m[b + 1]], piece.k[n[b] : n[b + 1]], piece.v[n[b] : n[b + 1]])
+            for b in range(at.B)
+        ]
+    else:
+        stored = [(piece.q[b], piece.k[b], piece.v[b]) for b in range(at.B)]
+    found = []
+    for b, (q, k, v) in enumerate(stored):
+        used_q = q.shape[0] if at.seqused_q is None else int(at.seqused_q[b])
+        used_k = k.shape[0] if at.seqused_k is None else int(at.seqused_k[b])
+        found.append(Sequence(piece, b, q[:used_q], k[:used_k], v[:used_k], q.shape[0]))
+    return found
 
-    # [H, M, D]; what no row sees is cut off before it can spread as 0 * NaN.
-    qh = _hide(q.transpose(0, 1), visible.any(-1))
-    kh, vh = (x.transpose(0, 1).repeat_interleave(piece.group, dim=0) for x in (k, v))
-    kh, vh = _hide(kh, visible.any(-2)), _hide(vh, visible.any(-2))
 
-    scores = _product(qh, kh, visible).to(statistics) * terms.scale
-    scores = _add_terms(scores, terms, b, i + offset - j)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    logits = scores
-    if terms.sinks is not None:
-        sink = terms.sinks.to(statistics).reshape(-1, 1, 1).expand(H, used_q, 1)
-        logits = torch.cat([scores, sink], dim=-1)
-    lse = _logsumexp(logits)
-    is_empty = lse.isneginf().unsqueeze(-1)
-    # Where nothing is visible every score is -inf; the difference is masked before exp.
-    gap = torch.where(visible, scores - torch.where(is_empty, 0.0, lse.unsqueeze(-1)), 0.0)
-    p = torch.where(visible, torch.exp(gap), 0.0)
+def _all_sequences(piece: Piece) -> Partial:
+    at, E, lse_dtype = piece.positions, piece.v.shape[-1], piece.accumulator
+    parts = [_one_sequence(sequence) for sequence in sequences(piece)]
+    if at.is_packed:
+        owned = sum(p.out.shape[0] for p in parts)
+        tail = piece.q.new_zeros(at.M - owned, at.H, E)
+        no_keys = piece.q.new_full((at.H, at.M - owned), float("-inf"), dtype=lse_dtype)
+        lses = [*(p.lse for p in parts), no_keys]
+        return Partial(torch.cat([*(p.out for p in parts), tail]), torch.cat(lses, dim=-1))
+    if not parts:
+        no_rows = piece.q.new_zeros(0, at.H, at.M, dtype=lse_dtype)
+        return Partial(piece.q.new_zeros(0, at.M, at.H, E), no_rows)
+    return Partial(torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts]))
+
+
+def _one_sequence(sequence: Sequence) -> Partial:
+    """out `[M, H, E]`, lse `[H, M]`, stored rows that are not in use included."""
+    terms, H = sequence.piece.terms, sequence.q.shape[1]
+    visible = sequence.visible()
+    q, k, v = sequence.heads(visible)
+    p, lse = softmax(sequence, q, k, visible)
     if terms.dropout_p > 0.0:
         assert terms.rng is not None
-        row = b * H + torch.arange(H, device=q.device).reshape(-1, 1, 1)
-        keep = keep_mask(terms.rng, terms.dropout_p, row, i, j)
+        row = sequence.b * H + torch.arange(H, device=q.device).reshape(-1, 1, 1)
+        keep = keep_mask(terms.rng, terms.dropout_p, row, *sequence.indices)
         p = torch.where(keep, p / (1.0 - terms.dropout_p), 0.0)
-    out = _weighted_sum(p.to(q.dtype), vh, visible).transpose(0, 1)
-    pad = M - used_q
+    out = _weighted_sum(p.to(q.dtype), v, visible).transpose(0, 1)
+    pad = sequence.stored_q - sequence.q.shape[0]
     if pad:
         out = torch.cat([out, out.new_zeros(pad, *out.shape[1:])])
         lse = torch.cat([lse, lse.new_full((H, pad), float("-inf"))], dim=-1)
     return Partial(out, lse)
+
+
+def softmax(sequence: Sequence, q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities `[H, M, N]` before dropout, and lse `[H, M]`."""
+    piece = sequence.piece
+    terms, dtype = piece.terms, piece.accumulator
+    scores = _product(q, k, visible).to(dtype) * terms.scale
+    i, j = sequence.indices
+    scores = _add_terms(scores, terms, sequence.b, i + sequence.offset - j)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    logits = scores
+    if terms.sinks is not None:
+        sink = terms.sinks.to(dtype).reshape(-1, 1, 1).expand(*scores.shape[:2], 1)
+        logits = torch.cat([scores, sink], dim=-1)
+    lse = logsumexp(logits)
+    shift = torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1)
+    # Where nothing is visible every score is -inf; the difference is masked before exp.
+    gap = torch.where(visible, scores - shift, 0.0)
+    return torch.where(visible, torch.exp(gap), 0.0), lse
 
 
 def _start(start: int | Tensor | None, b: int) -> int:
@@ -161,7 +206,7 @@ def _weighted_sum(p: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     return (p.unsqueeze(-1) * torch.where(visible.unsqueeze(-1), v.unsqueeze(1), 0.0)).sum(2)
 
 
-def _logsumexp(logits: Tensor) -> Tensor:
+def logsumexp(logits: Tensor) -> Tensor:
     """logsumexp over the last dim: `-inf` with gradient 0 where all are `-inf` or there is none."""
     if logits.shape[-1] == 0:
         return logits.new_full(logits.shape[:-1], float("-inf")) + 0.0 * logits.sum(-1)

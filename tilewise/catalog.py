@@ -1,0 +1,71 @@
+"""Every op with its oracle, eager form, cases, backends and paper, by dotted names.
+
+Read by tests, `tilewise verify`, `tilewise bench` and the docs; never used to dispatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op. Dotted names are `module:function` below `tilewise`.
+
+    public: the function users call. run, exact, eager: its three forms on a `Case`.
+    floors: the fp32 rounding of what cancels in its gradients. cases: `(op, dtype, device)` to a
+    list of `Case`. has_lse: which outputs are log-sum-exps, by name.
+    """
+
+    name: str
+    public: str
+    run: str
+    exact: str
+    eager: str
+    floors: str
+    cases: str
+    backends: tuple[str, ...]
+    paper: str
+
+    def load(self, role: str) -> Any:
+        """The function behind one of the dotted names."""
+        module, _, function = getattr(self, role).partition(":")
+        return getattr(import_module(f"tilewise.{module}"), function)
+
+
+_FLASH_2 = "FlashAttention-2, arXiv 2307.08691"
+
+
+def _dense(name: str) -> Op:
+    return Op(
+        name=name,
+        public=f"dense.api:{name}",
+        run="dense.budget:run",
+        exact="dense.budget:exact",
+        eager="dense.budget:eager",
+        floors="dense.budget:floors",
+        cases="dense.cases:cases",
+        backends=("tiled",),
+        paper=_FLASH_2,
+    )
+
+
+OPS: tuple[Op, ...] = (
+    _dense("attention"),
+    _dense("attention_partial"),
+    _dense("attention_varlen"),
+    _dense("attention_varlen_partial"),
+    Op(
+        name="merge",
+        public="core.partials:merge",
+        run="dense.merge_budget:run",
+        exact="dense.merge_budget:exact",
+        eager="dense.merge_budget:eager",
+        floors="dense.merge_budget:floors",
+        cases="dense.merge_budget:cases",
+        backends=("torch",),
+        paper="FlashAttention, arXiv 2205.14135, algorithm 1",
+    ),
+)

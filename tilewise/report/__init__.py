@@ -1,0 +1,1 @@
+"""The bench and the microscope's output: verification, measurement and the report."""
