@@ -17,9 +17,8 @@ hypothesis.settings.load_profile("tilewise")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share the cores between xdist's workers: torch would take all of them in each."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    """One thread: the shapes are small, and threads that wait for a busy core cost seconds."""
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

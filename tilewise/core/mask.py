@@ -281,7 +281,7 @@ class Leaf(Mask):
 
     @classmethod
     def from_parts(cls, ints: list[int], tensors: list[Tensor]) -> Leaf:
-        return cls(*ints, *tensors)  # type: ignore[arg-type]
+        return cls(*ints, *tensors)
 
     def lower(self) -> Lowered:
         ints, tensors = self.parts()

@@ -51,6 +51,8 @@ def measure_budget(
     got: Tensor, exact: Tensor, eager: Tensor, *, name: str = "result", floor: float = 0.0
 ) -> BudgetReport:
     """Hold `got` against the budget. All three of one shape; `exact` in fp64."""
+    got, exact, eager = got.detach(), exact.detach(), eager.detach()
+    got, exact, eager = got.detach(), exact.detach(), eager.detach()
     problem = _form_problem(got, exact, eager)
     if problem or exact.numel() == 0:
         return BudgetReport(name, 0.0, 0.0, 0.0, 0.0, problem)
@@ -77,6 +79,8 @@ def measure_lse(
 ) -> BudgetReport:
     """Hold an LSE against 1e-3 (16-bit), 1e-5 (fp32) or 1e-12 (fp64) of max(1, |lse|)."""
     bound = {torch.float32: 1e-5, torch.float64: 1e-12}.get(input_dtype, 1e-3)
+    got, exact = got.detach(), exact.detach()
+    got, exact = got.detach(), exact.detach()
     problem = _form_problem(got, exact, exact)
     if problem or exact.numel() == 0:
         return BudgetReport(name, 0.0, 0.0, 0.0, 0.0, problem)

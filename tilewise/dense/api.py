@@ -17,7 +17,7 @@ from ..core.mask_leaves import full
 from ..core.partials import Partial
 from ..core.philox import draw_rng
 from ..core.shapes import check_same_device, check_shapes
-from .checks import check_call
+from .checks import check_are_tensors, check_call
 from .ops import Arguments, Attention, check_contents
 from .piece import Piece
 
@@ -325,6 +325,7 @@ def _attend(
     *,
     is_partial: bool = False,
 ) -> Partial:
+    check_are_tensors(op, {"q": q, "k": k, "v": v})
     q, k, v = _autocast(q, k, v)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     out_dtype = q.dtype if out_dtype is None else out_dtype
@@ -336,11 +337,12 @@ def _attend(
     if choice.name == "reference":
         return _run_reference(q, k, v, mask, arguments, out_dtype)
     arguments = arguments._replace(backend=choice.name)
-    learned = (q, k, v, *arguments[:3])
+    learned: tuple[Tensor | None, ...] = (q, k, v, *arguments[:3])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         if torch.compiler.is_compiling():
             learned, arguments = _distinct(learned, arguments)
-        return Partial(*Attention.apply(*learned, arguments[3:], out_dtype, is_partial))
+        run: Any = Attention.apply
+        return Partial(*run(*learned, arguments[3:], out_dtype, is_partial))
     return Partial(*torch.ops.tilewise.attention_fwd(q, k, v, *arguments, out_dtype))
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.mask_leaves import full
 from ..core.partials import Partial
+from ..core.philox import draw_rng
 from . import api
 from .checks import check_call
 from .piece import Piece
@@ -124,7 +126,7 @@ def _upstream_by_sequence(piece: Piece, upstream: dict[str, Tensor]) -> list[tup
 def _piece(case: Case, tensors: dict[str, Tensor]) -> Piece:
     options = {name: x for name, x in case.options.items() if name not in _PLACEMENT}
     placement = {name: x for name, x in case.options.items() if name in _PLACEMENT}
-    mask = options.pop("mask", api.full())
+    mask = options.pop("mask", full())
     terms: dict[str, Any] = dict.fromkeys(("scale", "softcap", "alibi_slopes", "bias", "sinks"))
     terms |= {"dropout_p": 0.0, **options}
     terms |= {name: x for name, x in tensors.items() if name not in ("q", "k", "v")}
@@ -133,7 +135,7 @@ def _piece(case: Case, tensors: dict[str, Tensor]) -> Piece:
     arguments = check_call(case.op, q, k, v, mask, terms, placement)
     torch.manual_seed(case.seed)
     if arguments.dropout_p > 0.0:
-        arguments = arguments._replace(rng=api.draw_rng(q.device))
+        arguments = arguments._replace(rng=draw_rng(q.device))
     return Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
 
 

@@ -67,15 +67,19 @@ def check_call(
     return arguments._replace(mask_flags=flags, mask_ints=ints, mask_tensors=tensors)
 
 
+def check_are_tensors(op: str, tensors: dict[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
+
+
 def _check_tensors(
     op: str, q: Tensor, k: Tensor, v: Tensor, terms: dict[str, Any], placement: dict[str, Any]
 ) -> dict[str, int]:
     tensors = {"q": q, "k": k, "v": v}
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
     tensors |= {name: placement[name] for name in lengths if placement.get(name) is not None}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
+    check_are_tensors(op, tensors)
     if "cu_seqlens_q" in tensors:
         dims = check_shapes(op, tensors, q="T H D", k="S G D", v="S G E", cu_seqlens_q="B+1")
         dims["B"] = dims["B+1"] - 1

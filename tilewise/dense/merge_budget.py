@@ -49,7 +49,7 @@ def cases(op: str, dtype: torch.dtype, device: torch.device) -> list[Case]:
         )
     ):
         generator = torch.Generator().manual_seed(seed)
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         for i in range(count):
             out = torch.randn(*shape, generator=generator, dtype=torch.float64)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..core.mask import Mask, raise_mask
 from ..core.positions import Positions
@@ -154,10 +153,10 @@ def _attention_bwd_into(
     from .tiled_backward import Gradients, attention_bwd
 
     piece = Arguments(*rest).piece(q, k, v)
-    tensors = [dout, lse, delta, dq, dk, dv]
     if q.dim() == 3:
-        tensors = [x.unsqueeze(0) for x in tensors]
-    attention_bwd(piece.as_batch(), *tensors[:3], Gradients(*tensors[3:]))
+        dout, lse, delta = (x.unsqueeze(0) for x in (dout, lse, delta))
+        dq, dk, dv = (x.unsqueeze(0) for x in (dq, dk, dv))
+    attention_bwd(piece.as_batch(), dout, lse, delta, Gradients(dq, dk, dv))
 
 
 def check_contents(arguments: Arguments, piece: Piece) -> None:
@@ -281,20 +280,35 @@ class Attention(torch.autograd.Function):
         return out.to(out_dtype), lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         q, k, v, out, lse, bias, slopes, sinks = saved[:8]
         if dout is None:
             dout = torch.zeros_like(out)
         tail = list(saved[13:])
-        dq, dk, dv, dbias, dslopes, dsinks = torch.ops.tilewise.attention_bwd(
-            dout, dlse if ctx.lse_has_grad else None, out, lse, q, k, v, bias, slopes, sinks,
-            *saved[8:13], *ctx.plain, tail[: ctx.n_starts], *ctx.mask, tail[ctx.n_starts :],
-            *ctx.scalars, ctx.wanted,
-        )  # fmt: skip
-        extras = [
-            g if want else None
-            for g, want in zip((dbias, dslopes, dsinks), ctx.wanted, strict=True)
-        ]
-        return dq, dk, dv, *extras, None, None, None
+        with torch.no_grad():
+            gradients = torch.ops.tilewise.attention_bwd(
+                dout, dlse if ctx.lse_has_grad else None, out, lse, q, k, v, bias, slopes, sinks,
+                *saved[8:13], *ctx.plain, tail[: ctx.n_starts], *ctx.mask, tail[ctx.n_starts :],
+                *ctx.scalars, ctx.wanted,
+            )  # fmt: skip
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            gradients = _FirstDerivative.apply(q, k, v, *gradients)
+        wanted = (True, True, True, *ctx.wanted)
+        kept = (g if want else None for g, want in zip(gradients, wanted, strict=True))
+        return *kept, None, None, None
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """Marks gradients as functions of q, k, v whose own derivative is refused, not taken for 0."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *gradients: Tensor) -> Any:
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        raise NotImplementedError(
+            "attention: second derivatives are not implemented on this backend; "
+            "backend='reference' has them."
+        )

@@ -33,7 +33,7 @@ def attention_eager(piece: Piece) -> Partial:
     return _all_sequences(piece)
 
 
-def merge_reference(partials: list[tuple[Tensor, Tensor]]) -> Partial:
+def merge_reference(partials: list[Partial]) -> Partial:
     """The merge of partials by its definition, in fp64."""
     lses = torch.stack([lse.to(torch.float64) for _, lse in partials])
     lse = logsumexp(lses.movedim(0, -1))

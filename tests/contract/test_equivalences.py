@@ -1,0 +1,234 @@
+"""What must be equal: packed and padded, split and whole, alone and in a batch, twice the same."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tests.helpers import check_call
+from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
+from tilewise.dense import torch_flash
+
+
+def qkv(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k, v of B, M, N, H, G, D, E."""
+    B, M, N, H, G, D, E = shape
+    shapes = ((B, M, H, D), (B, N, G, D), (B, N, G, E))
+    return [torch.randn(*s, dtype=dtype, requires_grad=True) for s in shapes]
+
+
+def gradients(out: Tensor, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(out, inputs, dout))
+
+
+def assert_close(got: Tensor, other: Tensor, name: str = "result") -> None:
+    """Two evaluations of one thing in one dtype: both are within rounding of each other."""
+    eps = torch.finfo(other.dtype).eps
+    wide = other.detach().double()
+    floor = 16 * eps * float(wide.abs().max()) if wide.numel() else 0.0
+    assert_within_budget(got.detach(), wide, wide, name=name, floor=floor)
+
+
+MASKS = {
+    "full": tw.full(),
+    "causal": tw.causal(),
+    "window": tw.window(9, 4),
+    "prefix": tw.causal() | tw.prefix(7),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_packed_equals_each_document_alone(mask: tw.Mask) -> None:
+    lengths_q, lengths_k = (5, 0, 64, 1, 130), (9, 3, 64, 0, 77)
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0) for x in (lengths_q, lengths_k))
+    q, k, v = (x[0].detach() for x in qkv(1, sum(lengths_q), sum(lengths_k), 4, 2, 16, 8))
+    packed = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = tw.attention_varlen(*packed, mask=mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    dout = torch.randn_like(out)
+    got = gradients(out, packed, dout)
+    spans = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
+    for (m0, m1), (n0, n1) in spans:
+        alone = [
+            x.clone().requires_grad_() for x in (q[None, m0:m1], k[None, n0:n1], v[None, n0:n1])
+        ]
+        single = tw.attention(*alone, mask=mask)
+        assert_close(out[m0:m1], single[0])
+        expected = gradients(single, alone, dout[None, m0:m1])
+        for x, y, (a, b) in zip(got, expected, ((m0, m1), (n0, n1), (n0, n1)), strict=True):
+            assert_close(x[a:b], y[0])
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_any_split_of_keys_merges_to_one_pass(mask: tw.Mask, splits: int) -> None:
+    q, k, v = qkv(2, 67, 149, 4, 2, 16, 8, dtype=torch.bfloat16)
+    whole = tw.attention_partial(q, k, v, mask=mask, q_start=80, k_start=0, out_dtype=torch.float32)
+    # Uneven, with an empty piece at the end.
+    edges = [0, *torch.randint(0, 150, (splits - 1,)).sort().values.tolist(), 149, 149]
+    parts = [
+        tw.attention_partial(
+            q, k[:, a:b], v[:, a:b], mask=mask, q_start=80, k_start=a, out_dtype=torch.float32
+        )
+        for a, b in pairwise(edges)
+    ]
+    merged = tw.merge(parts)
+    assert_close(merged.out, whole.out)
+    assert_lse_within_budget(merged.lse.detach(), whole.lse.detach().double(), torch.float32)
+    dout = torch.randn_like(whole.out)
+    expected = gradients(whole.out, [q, k, v], dout)
+    for got, exact in zip(gradients(merged.out, [q, k, v], dout), expected, strict=True):
+        assert_close(got, exact)
+
+
+def test_a_piece_adds_its_gradients_into_the_callers_buffers() -> None:
+    q, k, v = qkv(2, 67, 149, 4, 2, 16, 8)
+    mask = tw.causal() & tw.window(60, 0)
+    whole = tw.attention_partial(q, k, v, mask=mask, q_start=82, k_start=0)
+    dout, dlse = torch.randn_like(whole.out), torch.randn_like(whole.lse)
+    expected = torch.autograd.grad(list(whole), [q, k, v], [dout, dlse])
+    q, k, v = (x.detach() for x in (q, k, v))
+    delta = (dout * whole.out.detach()).sum(-1).transpose(1, 2) - dlse
+    buffers = [torch.full_like(x, 3.0) for x in (q, k, v)]
+    for a, b in ((0, 50), (50, 149)):
+        tw.attention_partial_backward(
+            dout, q, k[:, a:b], v[:, a:b], whole.lse.detach(), delta.detach(), mask=mask,
+            dq=buffers[0], dk=buffers[1][:, a:b], dv=buffers[2][:, a:b], q_start=82, k_start=a,
+        )  # fmt: skip
+    for got, exact in zip(buffers, expected, strict=True):
+        assert_close(got - 3.0, exact)
+
+
+def test_used_lengths_equal_cut_tensors() -> None:
+    q, k, v = (x[0].detach() for x in qkv(1, 60, 80, 4, 2, 16, 16))
+    cu_q, cu_k = torch.tensor([0, 20, 60]), torch.tensor([0, 30, 80])
+    out = tw.attention_varlen(
+        q, k, v, mask=tw.causal(), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+        seqused_q=torch.tensor([13, 40]), seqused_k=torch.tensor([25, 9]),
+    )  # fmt: skip
+    first = tw.attention(q[None, :13], k[None, :25], v[None, :25], mask=tw.causal())
+    second = tw.attention(q[None, 20:], k[None, 30:39], v[None, 30:39], mask=tw.causal())
+    assert_close(out[:13], first[0])
+    assert_close(out[20:], second[0])
+    assert torch.equal(out[13:20], torch.zeros_like(out[13:20]))
+
+
+EQUAL_MASKS = {
+    "causal & wide window": (tw.causal(), tw.causal() & tw.window(149, 149)),
+    "causal = window(None, 0)": (tw.causal(), tw.window(None, 0)),
+    "causal = offset N - M": (tw.causal(), tw.causal(offset=82)),
+    "offset per batch row": (tw.causal(offset=3), tw.causal(offset=torch.tensor([3, 3]))),
+    "full = window(None, None)": (tw.full(), tw.window(None, None)),
+    "De Morgan": (~(tw.causal() & tw.prefix(30)), ~tw.causal() | ~tw.prefix(30)),
+    "double negation": (tw.window(9, 4), ~~tw.window(9, 4)),
+    "predicate": (tw.causal(), tw.from_function(lambda b, h, m, n: n <= m + 82)),
+    "intervals": (
+        tw.window(9, 4),
+        tw.intervals((torch.arange(67)[:, None] + 73).clamp(min=0), torch.arange(67)[:, None] + 87),
+    ),
+    "blocks": (
+        tw.key_padding(64),
+        tw.blocks(torch.arange(10).lt(4).expand(5, 10), 16, 16),
+    ),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL_MASKS.values(), ids=EQUAL_MASKS.keys())
+def test_expressions_of_one_mask(one: tw.Mask, other: tw.Mask) -> None:
+    inputs = qkv(2, 67, 149, 4, 2, 16, 8)
+    a, b = (tw.attention_partial(*inputs, mask=mask) for mask in (one, other))
+    assert_close(b.out, a.out)
+    assert_lse_within_budget(b.lse.detach(), a.lse.detach().double(), torch.float32)
+    dout = torch.randn_like(a.out)
+    for x, y in zip(gradients(b.out, inputs, dout), gradients(a.out, inputs, dout), strict=True):
+        assert_close(x, y)
+
+
+def test_a_batch_element_alone_equals_itself_in_the_batch() -> None:
+    q, k, v = qkv(3, 67, 149, 4, 2, 16, 8)
+    lengths = torch.tensor([149, 0, 31])
+    whole = tw.attention(q, k, v, mask=tw.causal() & tw.key_padding(lengths))
+    for b in range(3):
+        row = slice(b, b + 1)
+        alone = tw.attention(
+            q[row], k[row], v[row], mask=tw.causal() & tw.key_padding(lengths[row])
+        )
+        assert_close(whole[row], alone)
+
+
+def test_padded_keys_equal_cut_keys_bit_for_bit_even_where_they_are_nan() -> None:
+    q, k, v = (x.detach() for x in qkv(2, 67, 149, 4, 2, 16, 8))
+    clean = tw.attention(q, k, v, mask=tw.key_padding([31, 90]))
+    for poison in (float("nan"), float("inf"), 1e30):
+        k2, v2 = k.clone(), v.clone()
+        for b, length in enumerate((31, 90)):
+            k2[b, length:] = v2[b, length:] = poison
+        dirty = [x.requires_grad_() for x in (q.clone(), k2, v2)]
+        out = tw.attention(*dirty, mask=tw.key_padding([31, 90]))
+        assert torch.equal(out, clean)
+        for gradient in gradients(out, dirty, torch.ones_like(out)):
+            assert bool(torch.isfinite(gradient).all())
+        assert bool(dirty[1].grad is None) and bool((out == clean).all())
+
+
+@pytest.mark.parametrize("shift", [1.0, 100.0, 1e4, 1e5])
+def test_adding_a_constant_to_all_logits_moves_only_the_lse(shift: float) -> None:
+    q, k, v = (x.detach() for x in qkv(2, 37, 53, 4, 2, 16, 8))
+    for sign in (1, -1):
+        check_call(
+            "attention_partial", {"q": q, "k": k, "v": v, "bias": torch.full((1,), sign * shift)}
+        )
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": tw.causal()},
+    "softcap": {"softcap": 3.0},
+    "dropout": {"dropout_p": 0.3},
+    "predicate": {"mask": tw.from_function(lambda b, h, m, n: (m * n) % 3 != 0)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_thirty_runs_are_bitwise_equal(options: dict[str, Any], dtype: torch.dtype) -> None:
+    inputs = qkv(2, 130, 530, 4, 2, 16, 16, dtype=dtype)
+    bias = torch.randn(1, 1, 130, 530, requires_grad=True)
+    slopes = torch.rand(4, requires_grad=True)
+    leaves = [*inputs, bias, slopes]
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(5)
+        out = tw.attention(*inputs, bias=bias, alibi_slopes=slopes, deterministic=True, **options)
+        return [out.detach(), *gradients(out, leaves, torch.ones_like(out))]
+
+    first = run()
+    for _ in range(30):
+        assert all(torch.equal(x, y) for x, y in zip(first, run(), strict=True))
+
+
+def test_the_hand_off_equals_the_tiles() -> None:
+    inputs = qkv(2, 149, 149, 4, 4, 16, 16)
+    for mask in (tw.full(), tw.causal()):
+        fused = tw.attention_partial(*inputs, mask=mask)
+        with torch_flash.disabled():
+            tiled = tw.attention_partial(*inputs, mask=mask)
+        assert_close(fused.out, tiled.out)
+        assert_lse_within_budget(fused.lse.detach(), tiled.lse.detach().double(), torch.float32)
+
+
+def test_tile_sizes_do_not_change_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = qkv(2, 67, 149, 4, 2, 16, 8)
+    outs = []
+    for m, n in ((128, 512), (16, 32), (7, 50)):
+        monkeypatch.setattr("tilewise.dense.tiled.BLOCK_M", m)
+        for module in ("tiled", "tiled_forward", "tiled_backward"):
+            monkeypatch.setattr(f"tilewise.dense.{module}.BLOCK_N", n)
+        torch.manual_seed(3)
+        out = tw.attention(*inputs, dropout_p=0.4)
+        outs.append([out, *gradients(out, inputs, torch.ones_like(out))])
+    for other in outs[1:]:
+        for x, y in zip(other, outs[0], strict=True):
+            assert_close(x, y)

@@ -1,0 +1,141 @@
+"""Bad input gets one sentence that names the op, the argument, what came and what was expected."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+
+
+def call(**changes: Any) -> torch.Tensor:
+    """A right call with some arguments changed."""
+    arguments: dict[str, Any] = {
+        "q": torch.randn(2, 5, 4, 8),
+        "k": torch.randn(2, 7, 2, 8),
+        "v": torch.randn(2, 7, 2, 6),
+        **changes,
+    }
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    return tw.attention(q, k, v, **arguments)
+
+
+def varlen(**changes: Any) -> torch.Tensor:
+    arguments: dict[str, Any] = {
+        "q": torch.randn(12, 4, 8),
+        "k": torch.randn(15, 2, 8),
+        "v": torch.randn(15, 2, 8),
+        "cu_seqlens_q": torch.tensor([0, 5, 12]),
+        "cu_seqlens_k": torch.tensor([0, 9, 15]),
+        **changes,
+    }
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    return tw.attention_varlen(q, k, v, **arguments)
+
+
+DENSE: list[tuple[dict[str, Any], str]] = [
+    ({"q": torch.randn(5, 4, 8)}, r"attention: q must be \[B, M, H, D\], got 3 dimensions"),
+    ({"k": torch.randn(2, 7, 2, 9)}, r"attention: k must be \[B, N, G, D\] with D = 8"),
+    ({"v": torch.randn(2, 6, 2, 8)}, r"attention: v must be \[B, N, G, E\] with N = 7"),
+    ({"v": torch.randn(2, 7, 1, 8)}, r"attention: v must be .* with G = 2"),
+    ({"k": torch.randn(3, 7, 2, 8)}, r"attention: k must be .* with B = 2"),
+    ({"q": torch.randn(2, 5, 3, 8)}, r"query heads of q must be a multiple .* H = 3 and G = 2"),
+    ({"q": torch.randn(2, 5, 4, 8).double()}, r"must share one dtype.*autocast"),
+    ({"q": [1.0]}, r"attention: q must be a tensor, got list"),
+    ({name: torch.ones(2, 5, 4, 8, dtype=torch.int32) for name in "qkv"}, r"floating tensor"),
+    ({"k": torch.randn(2, 7, 2, 8, device="meta")}, r"on one device, got q on cpu and k on meta"),
+    ({"mask": torch.ones(5, 7).bool()}, r"mask must be a tilewise Mask .* got Tensor"),
+    ({"mask": "causal"}, r"mask must be a tilewise Mask .* got str"),
+    ({"scale": float("nan")}, r"scale must be finite, got nan"),
+    ({"scale": float("inf")}, r"scale must be finite, got inf"),
+    ({"softcap": 0.0}, r"softcap must be finite and positive, or None, got 0.0"),
+    ({"softcap": float("nan")}, r"softcap must be finite and positive"),
+    ({"dropout_p": 1.0}, r"dropout_p must lie in \[0, 1\), got 1.0"),
+    ({"dropout_p": -0.1}, r"dropout_p must lie in \[0, 1\)"),
+    ({"dropout_p": float("nan")}, r"dropout_p must lie in \[0, 1\)"),
+    ({"bias": torch.randn(5, 8)}, r"bias must broadcast to \[B, H, M, N\] = \[2, 4, 5, 7\]"),
+    ({"bias": torch.randn(1, 1, 1, 5, 7)}, r"bias must broadcast to"),
+    ({"bias": torch.ones(5, 7).bool()}, r"bias must be floating, got torch.bool"),
+    ({"alibi_slopes": torch.randn(3)}, r"alibi_slopes must be floating \[H\] = \[4\]"),
+    ({"alibi_slopes": torch.randn(4, 2)}, r"alibi_slopes must be floating \[B, H\] = \[2, 4\]"),
+    ({"sinks": torch.randn(2)}, r"sinks must be floating \[H\] = \[4\]"),
+    ({"sinks": torch.ones(4, dtype=torch.int64)}, r"sinks must be floating"),
+    ({"backend": "cuda"}, r"backend must be one of auto, reference, tiled, got 'cuda'"),
+    ({"mask": tw.key_padding([1, 2, 3])}, r"expected 2 entries, one a batch row, got 3"),
+    ({"mask": tw.key_padding([-1, 2])}, r"lengths must not be negative, got -1"),
+    ({"mask": tw.causal(offset=torch.tensor([1, 2, 3]))}, r"expected 2 entries"),
+    ({"mask": tw.documents([1, 4, 7])}, r"documents: cu_seqlens must start at 0 and never fall"),
+    ({"mask": tw.documents([0, 4, 3])}, r"documents: cu_seqlens must start at 0 and never fall"),
+    ({"mask": tw.blocks(torch.ones(3, 1, 1, 1).bool())}, r"blocks: expected \[2 or 1, 4 or 1"),
+    ({"mask": tw.from_function(lambda b, h, m, n: m - n)}, r"must return a bool tensor"),
+]
+
+VARLEN: list[tuple[dict[str, Any], str]] = [
+    ({"cu_seqlens_q": torch.tensor([1, 5, 12])}, r"cu_seqlens_q must start at 0, got 1"),
+    ({"cu_seqlens_q": torch.tensor([0, 7, 5])}, r"cu_seqlens_q must never fall, got 7 then 5"),
+    ({"cu_seqlens_k": torch.tensor([0, 9, 16])}, r"cu_seqlens_k ends at 16, but only 15 tokens"),
+    ({"cu_seqlens_q": torch.tensor([0.0, 5, 12])}, r"cu_seqlens_q must be int32 or int64"),
+    ({"cu_seqlens_q": torch.tensor([[0, 5, 12]])}, r"cu_seqlens_q must be \[B\+1\]"),
+    ({"cu_seqlens_q": torch.tensor([], dtype=torch.int32)}, r"at least one entry"),
+    ({"cu_seqlens_k": torch.tensor([0, 15])}, r"cu_seqlens_k must be \[B\+1\] with B\+1 = 3"),
+    ({"seqused_k": torch.tensor([10, 1])}, r"seqused_k must lie between 0 and what each"),
+    ({"seqused_q": torch.tensor([-1, 1])}, r"seqused_q must lie between 0 and"),
+    ({"seqused_q": torch.tensor([1])}, r"seqused_q must be \[B\] = \[2\]"),
+    ({"seqused_q": torch.tensor([1.0, 2.0])}, r"seqused_q must be int32 or int64"),
+    ({"max_seqlen_q": 6}, r"max_seqlen_q is 6, but a sequence has 7 tokens"),
+    ({"max_seqlen_k": -2}, r"max_seqlen_k must not be negative, got -2"),
+    ({"q": torch.randn(1, 12, 4, 8)}, r"q must be \[T, H, D\], got 4 dimensions"),
+]
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize(("changes", "message"), DENSE, ids=[m[:40] for _, m in DENSE])
+def test_dense(changes: dict[str, Any], message: str, backend: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        call(**{"backend": backend, **changes})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize(("changes", "message"), VARLEN, ids=[m[:40] for _, m in VARLEN])
+def test_varlen(changes: dict[str, Any], message: str, backend: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        varlen(**{"backend": backend, **changes})
+    assert "\n" not in str(raised.value)
+
+
+def test_fp8_names_what_can_be_used() -> None:
+    x = torch.randn(2, 5, 4, 8).to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match=r"float8_e4m3fn is not supported.*float16"):
+        tw.attention(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dk": torch.zeros(2, 7, 2, 9)}, r"dk must be \[B, N, G, D\]"),
+        ({"dq": torch.zeros(2, 5, 4, 8).bfloat16()}, r"dq must be torch.float32"),
+        ({"lse": torch.zeros(2, 4, 6)}, r"lse must be \[B, H, M\]"),
+        ({"delta": torch.zeros(2, 4, 5).double()}, r"delta must be torch.float32"),
+        ({"backend": "reference"}, r"use backend='tiled'"),
+    ],
+)
+def test_partial_backward(changes: dict[str, Any], message: str) -> None:
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 6)
+    arguments = {
+        "lse": torch.zeros(2, 4, 5),
+        "delta": torch.zeros(2, 4, 5),
+        "dq": torch.zeros_like(q),
+        "dk": torch.zeros_like(k),
+        "dv": torch.zeros_like(v),
+        **changes,
+    }
+    lse, delta = arguments.pop("lse"), arguments.pop("delta")
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        tw.attention_partial_backward(torch.zeros(2, 5, 4, 6), q, k, v, lse, delta, **arguments)
+
+
+def test_a_start_must_not_be_negative() -> None:
+    x = torch.randn(2, 5, 4, 8)
+    with pytest.raises(ValueError, match="q_start and k_start must not be negative"):
+        tw.attention_partial(x, x, x, q_start=-1)

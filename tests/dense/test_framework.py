@@ -1,0 +1,190 @@
+"""Dense attention inside PyTorch: opcheck, compile, autocast, checkpointing, double backward."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import tilewise as tw
+from tilewise.dense.checks import check_call
+
+
+def qkv(M: int = 9, N: int = 11, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    shapes = ((2, M, 4, 8), (2, N, 2, 8), (2, N, 2, 6))
+    return [torch.randn(*s, dtype=dtype, requires_grad=True) for s in shapes]
+
+
+def op_arguments(q: Tensor, k: Tensor, v: Tensor, mask: tw.Mask) -> tuple:
+    terms = dict.fromkeys(("scale", "alibi_slopes", "bias"))
+    terms |= {"softcap": 4.0, "sinks": torch.randn(4), "dropout_p": 0.0}
+    return check_call("attention", q, k, v, mask, terms, {})._replace(backend="tiled")
+
+
+MASKS = {
+    "full": tw.full(),
+    "prefix": tw.causal() | tw.prefix([2, 3]),
+    "offset": tw.causal(offset=torch.tensor([1, 4])),
+    "predicate": tw.from_function(lambda b, h, m, n: (m + n + b) % 3 != 0),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_opcheck(mask: tw.Mask) -> None:
+    ops = torch.ops.tilewise
+    q, k, v = (x.detach() for x in qkv())
+    rest = op_arguments(q, k, v, mask)
+    torch.library.opcheck(ops.attention_fwd.default, (q, k, v, *rest, torch.float32))
+    out, lse = ops.attention_fwd(q, k, v, *rest, torch.float32)
+    for dlse in (None, torch.randn_like(lse)):
+        upstream = (torch.randn_like(out), dlse, out, lse)
+        arguments = (*upstream, q, k, v, *rest, [False, False, True])
+        torch.library.opcheck(ops.attention_bwd.default, arguments)
+    buffers = tuple(torch.zeros_like(x) for x in (q, k, v))
+    upstream = (torch.randn_like(out), lse, torch.randn_like(lse))
+    torch.library.opcheck(ops.attention_bwd_into.default, (*buffers, *upstream, q, k, v, *rest))
+
+
+def test_compile_takes_new_lengths_without_a_new_graph() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def block(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, sinks: Tensor) -> Tensor:
+        mask = tw.causal() & tw.key_padding(lengths)
+        return tw.attention(q, k, v, mask=mask, sinks=sinks, softcap=5.0)
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=backend)
+    sinks = torch.randn(4, requires_grad=True)
+    for M, N in ((9, 11), (20, 30), (7, 50), (130, 600)):
+        inputs = [*qkv(M, N), torch.tensor([N, 3]), sinks]
+        leaves = [*inputs[:3], sinks]
+        results = []
+        for function in (block, compiled):
+            out = function(*inputs)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_every_public_form(backend: str) -> None:
+    torch._dynamo.reset()
+    cu = torch.tensor([0, 4, 9])
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = tw.attention(q, k, v, mask=tw.window(3, 0), dropout_p=0.1)
+        parts = [
+            tw.attention_partial(q, k[:, a:b], v[:, a:b], mask=tw.causal(), q_start=2, k_start=a)
+            for a, b in ((0, 4), (4, 9))
+        ]
+        merged = tw.merge(parts)
+        packed = tw.attention_varlen(
+            q[0], k[0], v[0], cu_seqlens_q=cu, mask=tw.causal(), max_seqlen_q=5
+        )
+        return out.sum() + merged.out.square().sum() + merged.lse.sum() + packed.sum()
+
+    inputs = qkv(9, 9)
+    results = []
+    for function in (model, torch.compile(model, fullgraph=True, backend=backend)):
+        torch.manual_seed(3)
+        loss = function(*inputs)
+        results.append(torch.autograd.grad(loss, inputs))
+    if backend == "aot_eager":
+        # Inductor draws its own random bits, so only the eager decomposition must be bitwise.
+        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert all(bool(torch.isfinite(x).all()) for x in results[1])
+
+
+def test_compile_takes_one_tensor_as_key_and_value() -> None:
+    q, k, _ = qkv()
+    compiled = torch.compile(lambda q, k: tw.attention(q, k, k), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(q, k), tw.attention(q, k, k))
+
+
+def test_export() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return tw.attention(q, k, v, mask=tw.causal())
+
+    inputs = tuple(x.detach() for x in qkv())
+    exported = torch.export.export(Model(), inputs)
+    assert torch.equal(exported.module()(*inputs), Model()(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_all_three_alike(dtype: torch.dtype) -> None:
+    q, k, v = qkv()
+    mixed = [q, k, v.detach().to(dtype).requires_grad_()]
+    with torch.autocast("cpu", dtype=dtype):
+        out = tw.attention(*mixed, mask=tw.causal())
+    assert out.dtype == dtype
+    expected = tw.attention(*(x.to(dtype) for x in mixed), mask=tw.causal())
+    assert torch.equal(out, expected)
+    gradients = torch.autograd.grad(out.float().sum(), mixed)
+    assert [g.dtype for g in gradients] == [x.dtype for x in mixed]
+    with torch.autocast("cpu", dtype=dtype):
+        assert tw.attention(*(x.double() for x in (q, k, v))).dtype == torch.float64
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_recomputes_the_same_dropout(use_reentrant: bool) -> None:
+    q, k, v = qkv(40, 60)
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tw.attention(q, k, v, dropout_p=0.4)
+
+    torch.manual_seed(1)
+    plain = torch.autograd.grad(block(q, k, v).square().sum(), [q, k, v])
+    torch.manual_seed(1)
+    out = checkpoint(block, q, k, v, use_reentrant=use_reentrant)
+    if use_reentrant:
+        out.square().sum().backward()
+        again = [q.grad, k.grad, v.grad]
+    else:
+        again = torch.autograd.grad(out.square().sum(), [q, k, v])
+    assert all(torch.equal(x, y) for x, y in zip(plain, again, strict=True))
+
+
+def test_second_derivatives_raise_on_tiled_and_are_right_on_the_reference() -> None:
+    q, k, v = (x.detach().double().requires_grad_() for x in qkv(4, 5))
+    out = tw.attention(q, k, v, mask=tw.causal())
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"second derivatives.*backend='reference'"):
+        torch.autograd.grad(gradient.sum(), q)
+    assert torch.autograd.gradgradcheck(
+        lambda *x: tw.attention(*x, mask=tw.causal(), backend="reference"), (q, k, v)
+    )
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_gradcheck(mask: tw.Mask) -> None:
+    inputs = [x.detach().double().requires_grad_() for x in qkv(3, 5)]
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    slopes = torch.rand(2, 4, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(1, 4, 3, 5, dtype=torch.float64, requires_grad=True)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *terms: Tensor) -> tuple[Tensor, Tensor]:
+        named = dict(zip(("sinks", "alibi_slopes", "bias"), terms, strict=True))
+        return tuple(tw.attention_partial(q, k, v, mask=mask, softcap=3.0, **named))
+
+    assert torch.autograd.gradcheck(call, (*inputs, sinks, slopes, bias))
+
+
+def test_only_the_asked_gradients_are_computed() -> None:
+    q, k, v = qkv()
+    bias = torch.randn(1, 1, 9, 11)
+    out, lse = tw.attention_partial(q, k, v, bias=bias)
+    assert torch.autograd.grad(lse.sum(), [q, k], retain_graph=True)[0].shape == q.shape
+    out.sum().backward()
+    assert bias.grad is None
+    assert q.grad is not None
+
+
+def test_no_grad_keeps_nothing() -> None:
+    q, k, v = qkv()
+    with torch.no_grad():
+        assert not tw.attention(q, k, v).requires_grad
+    with torch.inference_mode():
+        assert tw.attention(q, k, v).shape == (2, 9, 4, 6)
