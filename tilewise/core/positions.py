@@ -122,9 +122,18 @@ class Positions:
         ]
         return int(starts[0]) + self.M, int(starts[1]) + self.N
 
-    def rows(self, batch: tuple[int, int], heads: tuple[int, int], m: tuple[int, int]) -> Rows:
-        """The rows of a tile: storage batch rows, query heads and query rows, each `[from, to)`."""
-        device = self.host_device
+    def rows(
+        self,
+        batch: tuple[int, int],
+        heads: tuple[int, int],
+        m: tuple[int, int],
+        device: torch.device | None = None,
+    ) -> Rows:
+        """The rows of a tile: storage batch rows, query heads and query rows, each `[from, to)`.
+
+        device: where the lengths live, or will meet a mask's tensors; `host_device` when None.
+        """
+        device = self.host_device if device is None else device
         h = torch.arange(*heads, device=device).reshape(1, -1, 1, 1)
         storage = torch.arange(*m, device=device).reshape(1, 1, -1, 1)
         if self.is_packed:

@@ -64,6 +64,13 @@ class Piece:
         """The dtype of sums and statistics: fp32, or fp64 for fp64 inputs."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
+    @property
+    def index_device(self) -> torch.device:
+        """Where tiles are planned: the CPU, unless lengths or masks live on a device, whose
+        contents are then never read on the host."""
+        tensors = [*self.positions.lengths, *self.mask.tensors()]
+        return tensors[0].device if tensors else torch.device("cpu")
+
     def as_batch(self) -> Piece:
         if self.q.dim() == 4:
             return self

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.philox import keep_mask, keep_tile
-from ..core.positions import Positions, Rows
+from ..core.positions import Rows
 from ..core.tiles import RowPlan
 from .piece import Piece, Terms
 
@@ -57,8 +57,9 @@ class Tile:
         """(batch rows, query heads, query rows): how `[L, r m]` reads as rows of the call."""
         return self.b1 - self.b0, (self.g1 - self.g0) * self.group, self.m1 - self.m0
 
-    def rows(self, positions: Positions) -> Rows:
-        return positions.rows((self.b0, self.b1), self.heads, (self.m0, self.m1))
+    def rows(self, piece: Piece, device: torch.device) -> Rows:
+        batch, m = (self.b0, self.b1), (self.m0, self.m1)
+        return piece.positions.rows(batch, self.heads, m, device)
 
     def load_rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`[B, M, H, X]` -> `[L, r m, X]`; a view where strides and dtype allow."""
@@ -123,6 +124,7 @@ class Workspace:
 
     def __init__(self, piece: Piece) -> None:
         self._device, self._dtype = piece.q.device, piece.accumulator
+        self.index_device = piece.index_device
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int) -> Tensor:

@@ -90,7 +90,7 @@ def _backward_tile(
     gradients: Gradients,
 ) -> None:
     terms, dtype, device = piece.terms, piece.accumulator, piece.q.device
-    rows = tile.rows(piece.positions)
+    rows = tile.rows(piece, space.index_device)
     plan = plan_rows(piece.mask, rows, piece.positions.N, BLOCK_N)
     score = ScoreTile(tile, rows.to(device), piece, space)
     q_tile, do_tile = tile.load_rows(piece.q, dtype), tile.load_rows(dout, dtype)

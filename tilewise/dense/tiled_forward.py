@@ -41,7 +41,7 @@ def attention_fwd(piece: Piece, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: Tensor) -> None:
     terms, dtype, device = piece.terms, piece.accumulator, piece.q.device
-    rows = tile.rows(piece.positions)
+    rows = tile.rows(piece, space.index_device)
     plan = plan_rows(piece.mask, rows, piece.positions.N, BLOCK_N)
     rows = rows.to(device)
     score = ScoreTile(tile, rows, piece, space)
