@@ -188,3 +188,26 @@ def test_no_grad_keeps_nothing() -> None:
         assert not tw.attention(q, k, v).requires_grad
     with torch.inference_mode():
         assert tw.attention(q, k, v).shape == (2, 9, 4, 6)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_the_matmul_precision_of_the_user_neither_matters_nor_changes(precision: str) -> None:
+    inputs = [torch.randn(1, 200, 4, 64) for _ in range(3)]
+    expected = tw.attention(*inputs, softcap=3.0)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert torch.equal(tw.attention(*inputs, softcap=3.0), expected)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_explain_backend_says_what_runs() -> None:
+    x = torch.randn(1, 20, 4, 8)
+    handed = tw.explain_backend(x, x, x, mask=tw.causal())
+    assert handed.name == "tiled"
+    assert "fused CPU op" in handed.reason
+    assert "reference" in handed.rejected
+    assert "fused" not in tw.explain_backend(x, x, x, softcap=2.0).reason
+    assert tw.explain_backend(x, x, x, backend="reference").name == "reference"

@@ -6,6 +6,7 @@ softmax (with an optional sink in its denominator), dropout, times v.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..core.mask_leaves import full
 from ..core.partials import Partial
 from ..core.philox import draw_rng
 from ..core.shapes import check_same_device, check_shapes
+from . import torch_flash
 from .checks import check_are_tensors, check_call
 from .ops import Arguments, Attention, check_contents
 from .piece import Piece
@@ -287,8 +289,13 @@ def explain_backend(
     values = {name: options.pop(name, 0.0 if name == "dropout_p" else None) for name in names}
     mask = options.pop("mask", _FULL)
     options.pop("deterministic", None)
-    check_call("attention", q, k, v, mask, _terms(**values), options)
-    return _choose("attention", q, backend)
+    arguments = check_call("attention", q, k, v, mask, _terms(**values), options)
+    choice = _choose("attention", q, backend)
+    piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
+    if choice.name == "tiled" and torch_flash.is_same_piece(piece, q.dtype):
+        handed = "this piece goes to PyTorch's fused CPU op, which computes just the same"
+        return replace(choice, reason=f"{choice.reason}; {handed}")
+    return choice
 
 
 # ---------------------------------------------------------------- check, choose, run

@@ -94,6 +94,10 @@ def _check_tensors(
         if name in tensors and name.startswith("seqused"):
             _check_per_batch(op, name, tensors[name], dims["B"])
     check_same_dtype(op, {"q": q, "k": k, "v": v})
+    if dims["D"] == 0 or dims["E"] == 0:
+        raise ValueError(
+            f"{op}: head dimensions must be at least 1, got D = {dims['D']} and E = {dims['E']}."
+        )
     H, G = dims["H"], dims["G"]
     if G == 0 or H % G != 0:
         raise ValueError(

@@ -185,6 +185,26 @@ def check_contents(arguments: Arguments, piece: Piece) -> None:
                 f"{int(longest.max())} tokens."
             )
 
+    _check_packed_bias(arguments, positions)
+
+
+def _check_packed_bias(arguments: Arguments, positions: Positions) -> None:
+    """A bias in document coordinates must reach as far as the longest document."""
+    bias = arguments.bias
+    if bias is None or positions.cu_seqlens_q is None or positions.cu_seqlens_k is None:
+        return
+    for dim, stored, used in (
+        (2, positions.cu_seqlens_q, positions.seqused_q),
+        (3, positions.cu_seqlens_k, positions.seqused_k),
+    ):
+        lengths = stored.diff() if used is None else used
+        longest = int(lengths.max()) if lengths.numel() else 0
+        if 1 < bias.shape[dim] < longest or bias.shape[dim] == 0 < longest:
+            raise ValueError(
+                f"attention_varlen: bias must reach the longest document, {longest} entries in "
+                f"dimension {dim - 4}, got {list(bias.shape)}."
+            )
+
 
 def _check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> None:
     values = cu_seqlens.to(torch.int64)

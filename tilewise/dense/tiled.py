@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +97,20 @@ class Tile:
         """Add `[L, n, X]` into `[B, N, G, X]`."""
         part = target[self.b0 : self.b1, n0:n1, self.g0 : self.g1].transpose(1, 2)
         part.add_(x.view(self.b1 - self.b0, self.g1 - self.g0, n1 - n0, x.shape[-1]))
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """fp32 products stay fp32 where the user's setting would let matmuls round to tf32 or bf16."""
+    setting = torch.get_float32_matmul_precision()
+    if setting == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(setting)
 
 
 def cut(piece: Piece) -> Iterator[Tile]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.tiles import plan_rows
 from . import torch_flash
 from .piece import Piece, Terms
-from .tiled import BLOCK_N, LOG2E, ScoreTile, Tile, Visibility, Workspace, cut
+from .tiled import BLOCK_N, LOG2E, ScoreTile, Tile, Visibility, Workspace, cut, full_precision
 
 
 @dataclass
@@ -76,8 +76,9 @@ def attention_bwd(
         lse, delta: `[B, H, M]`, those of the whole softmax, which may hold more keys than k.
     """
     space = Workspace(piece)
-    for tile in cut(piece):
-        _backward_tile(piece, tile, space, dout, lse, delta, gradients)
+    with full_precision():
+        for tile in cut(piece):
+            _backward_tile(piece, tile, space, dout, lse, delta, gradients)
 
 
 def _backward_tile(

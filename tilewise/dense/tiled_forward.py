@@ -23,6 +23,7 @@ from .tiled import (
     Visibility,
     Workspace,
     cut,
+    full_precision,
 )
 
 
@@ -34,8 +35,9 @@ def attention_fwd(piece: Piece, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]
     out = torch.empty(B, M, H, E, dtype=out_dtype, device=piece.q.device)
     lse = torch.empty(B, H, M, dtype=piece.accumulator, device=piece.q.device)
     space = Workspace(piece)
-    for tile in cut(piece):
-        _forward_tile(piece, tile, space, out, lse)
+    with full_precision():
+        for tile in cut(piece):
+            _forward_tile(piece, tile, space, out, lse)
     return out, lse
 
 
