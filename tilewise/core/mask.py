@@ -94,7 +94,7 @@ class Mask:
         edges: list[Pair] = []
         for start, stop in self.intervals(at):
             # An empty interval hides nothing, so its complement is the whole line.
-            stop = _maximum(start, stop)
+            stop = maximum(start, stop)
             outside: list[Pair] = [(-UNBOUNDED, start), (stop, UNBOUNDED)]
             edges = intersect(edges, outside) if edges else outside
         return edges
@@ -168,20 +168,21 @@ def _check_operand(sign: str, other: object) -> None:
         raise TypeError(f"mask {sign}: expected a Mask on both sides, got {type(other).__name__}.")
 
 
-def _maximum(a: int | Tensor, b: int | Tensor) -> int | Tensor:
+def maximum(a: int | Tensor, b: int | Tensor) -> int | Tensor:
+    """Elementwise; ints stay ints, so that none is copied to a device."""
     if isinstance(a, Tensor):
         return a.clamp(min=b)
     return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
 
 
-def _minimum(a: int | Tensor, b: int | Tensor) -> int | Tensor:
+def minimum(a: int | Tensor, b: int | Tensor) -> int | Tensor:
     if isinstance(a, Tensor):
         return a.clamp(max=b)
     return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
 
 
 def intersect(left: list[Pair], right: list[Pair]) -> list[Pair]:
-    return [(_maximum(s, t), _minimum(e, f)) for s, e in left for t, f in right]
+    return [(maximum(s, t), minimum(e, f)) for s, e in left for t, f in right]
 
 
 # ---------------------------------------------------------------- the algebra

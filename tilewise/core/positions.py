@@ -49,14 +49,6 @@ class Rows:
         assert at.j is not None
         return (at.position(None) - at.j).abs()
 
-    def to(self, device: torch.device) -> Rows:
-        def move(x: Any) -> Any:
-            return x.to(device) if isinstance(x, Tensor) else x
-
-        if self.i.device == device:
-            return self
-        return Rows(**{name: move(value) for name, value in vars(self).items()})
-
 
 @dataclass(frozen=True)
 class Positions:
@@ -200,5 +192,4 @@ class Positions:
     def _used(used: Tensor | None, b: Tensor, stored: int | Tensor) -> Any:
         if used is None:
             return stored
-        lengths = used.to(torch.int64)[b]
-        return torch.minimum(lengths, torch.as_tensor(stored, device=used.device)).clamp(min=0)
+        return used.to(torch.int64)[b].clamp(max=stored).clamp(min=0)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .mask import And, Mask, Not, Or
+from .mask import And, Mask, Not, Or, maximum, minimum
 from .mask_bits import Bits
 from .mask_leaves import Full
 from .positions import Positions, Rows
@@ -52,17 +52,10 @@ class RowPlan:
         assert seen is not None
         return seen
 
-    def any_visible(self) -> Tensor:
-        """bool `[b or 1, h or 1, m]`: which rows see any key at all."""
-        if self.starts is not None and self.stops is not None:
-            return (self.stops > self.starts).any(-1)
-        seen = torch.zeros((), dtype=torch.bool, device=self.rows.i.device)
-        for key_range in self.ranges:
-            if key_range.is_full:
-                seen = seen | torch.ones_like(self.rows.i[..., 0], dtype=torch.bool)
-            else:
-                seen = seen | self.visible(key_range.start, key_range.stop).any(-1)
-        return seen if seen.dim() else seen.expand_as(self.rows.i[..., 0])
+    def on(self, rows: Rows) -> RowPlan:
+        """The same plan with its test on another device, where `rows` are the same rows."""
+        exact = row_intervals(self.mask, rows) if self.mask.is_exact else (None, None)
+        return RowPlan(self.mask, rows, self.ranges, *exact)
 
 
 def row_intervals(mask: Mask, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -71,19 +64,16 @@ def row_intervals(mask: Mask, rows: Rows) -> tuple[Tensor, Tensor]:
     They are the visible set for an exact mask and cover it otherwise. Empty ones have
     stop == start.
     """
-    shape = torch.broadcast_shapes(
-        rows.i.shape, *(x.shape for x in (rows.first, rows.stop) if isinstance(x, Tensor))
-    )
-    device = rows.i.device
-    starts, stops = [], []
-    for pair in mask.intervals(rows.index(0, 0)):
-        bounds = []
-        for value in pair:
-            bound = torch.as_tensor(value, device=device) + rows.key_base
-            bound = torch.maximum(bound, torch.as_tensor(rows.first, device=device))
-            bounds.append(torch.minimum(bound, torch.as_tensor(rows.stop, device=device)))
-        starts.append(bounds[0])
-        stops.append(bounds[1])
+
+    def column(bound: int | Tensor) -> Tensor:
+        bound = minimum(maximum(bound + rows.key_base, rows.first), rows.stop)
+        if isinstance(bound, Tensor):
+            return bound
+        return torch.full((1, 1, 1, 1), bound, dtype=torch.int64, device=rows.i.device)
+
+    pairs = mask.intervals(rows.index(0, 0))
+    starts, stops = ([column(pair[side]) for pair in pairs] for side in (0, 1))
+    shape = rows.i.shape
     shape = torch.broadcast_shapes(shape, *(x.shape for x in (*starts, *stops)))[:3]
     start = torch.cat([x.expand(*shape, 1) for x in starts], dim=-1)
     stop = torch.cat([x.expand(*shape, 1) for x in stops], dim=-1)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..core.philox import keep_mask, keep_tile
 from ..core.positions import Rows
-from ..core.tiles import RowPlan
+from ..core.tiles import RowPlan, plan_rows
 from .piece import Piece, Terms
 
 LOG2E = math.log2(math.e)
@@ -132,21 +132,30 @@ def cut(piece: Piece) -> Iterator[Tile]:
 
 
 class Workspace:
-    """Scratch buffers by name, allocated once at the largest size asked for.
+    """One call's plans and scratch: buffers by name, allocated once at the largest size asked for.
 
     Fresh allocations of a tile's size cost more than the arithmetic on it (page faults).
     """
 
     def __init__(self, piece: Piece) -> None:
-        self._device, self._dtype = piece.q.device, piece.accumulator
-        self.index_device = piece.index_device
+        self._piece, self._index_device = piece, piece.index_device
         self._buffers: dict[str, Tensor] = {}
+
+    def plan(self, tile: Tile) -> RowPlan:
+        """What a tile visits, with its test on the device of the inputs."""
+        piece = self._piece
+        rows = tile.rows(piece, self._index_device)
+        plan = plan_rows(piece.mask, rows, piece.positions.N, BLOCK_N)
+        if self._index_device == piece.q.device:
+            return plan
+        return plan.on(tile.rows(piece, piece.q.device))
 
     def take(self, name: str, *shape: int) -> Tensor:
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=self._dtype, device=self._device)
+            dtype, device = self._piece.accumulator, self._piece.q.device
+            buffer = torch.empty(size, dtype=dtype, device=device)
             self._buffers[name] = buffer
         return buffer[:size].view(shape)
 
@@ -165,8 +174,8 @@ class Visibility:
     seen_keys: Tensor | None
 
     @classmethod
-    def of(cls, plan: RowPlan, tile: Tile, n0: int, n1: int, device: torch.device) -> Visibility:
-        visible = plan.visible(n0, n1).to(device)
+    def of(cls, plan: RowPlan, tile: Tile, n0: int, n1: int) -> Visibility:
+        visible = plan.visible(n0, n1)
         b, h, m = tile.shape
         rows = visible.any(-1).expand(b, h, m).reshape(tile.lanes, -1, 1)
         keys = visible.any(-2)
@@ -174,7 +183,7 @@ class Visibility:
             keys = keys.unflatten(1, (-1, tile.group)).any(2)
         keys = keys.expand(b, tile.g1 - tile.g0, n1 - n0).reshape(tile.lanes, -1, 1)
         # Reading a flag is free on the CPU and a synchronisation elsewhere.
-        on_host = device.type == "cpu"
+        on_host = visible.device.type == "cpu"
         return cls(
             ~visible,
             None if on_host and bool(rows.all()) else rows,

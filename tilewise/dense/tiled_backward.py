@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.tiles import plan_rows
 from . import torch_flash
 from .piece import Piece, Terms
-from .tiled import BLOCK_N, LOG2E, ScoreTile, Tile, Visibility, Workspace, cut, full_precision
+from .tiled import LOG2E, ScoreTile, Tile, Visibility, Workspace, cut, full_precision
 
 
 @dataclass
@@ -90,10 +89,9 @@ def _backward_tile(
     delta: Tensor,
     gradients: Gradients,
 ) -> None:
-    terms, dtype, device = piece.terms, piece.accumulator, piece.q.device
-    rows = tile.rows(piece, space.index_device)
-    plan = plan_rows(piece.mask, rows, piece.positions.N, BLOCK_N)
-    score = ScoreTile(tile, rows.to(device), piece, space)
+    terms, dtype = piece.terms, piece.accumulator
+    plan = space.plan(tile)
+    score = ScoreTile(tile, plan.rows, piece, space)
     q_tile, do_tile = tile.load_rows(piece.q, dtype), tile.load_rows(dout, dtype)
     row_lse = tile.load_statistics(lse).to(dtype)
     is_empty = row_lse.isneginf()
@@ -107,7 +105,7 @@ def _backward_tile(
         k_tile, v_tile = (tile.load_keys(x, n0, n1, dtype) for x in (piece.k, piece.v))
         q_seen, do_seen, visibility = q_tile, do_tile, None
         if not is_full:
-            visibility = Visibility.of(plan, tile, n0, n1, device)
+            visibility = Visibility.of(plan, tile, n0, n1)
             k_tile, v_tile = visibility.clean_keys(k_tile), visibility.clean_keys(v_tile)
             q_seen, do_seen = visibility.clean_rows(q_tile), visibility.clean_rows(do_tile)
         s = score.scores_log2(q_seen, k_tile, n0, n1)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.tiles import plan_rows
 from . import torch_flash
 from .piece import Piece, Terms
 from .tiled import (
-    BLOCK_N,
     LN2,
     LOG2E,
     ScoreTile,
@@ -42,10 +40,9 @@ def attention_fwd(piece: Piece, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: Tensor) -> None:
-    terms, dtype, device = piece.terms, piece.accumulator, piece.q.device
-    rows = tile.rows(piece, space.index_device)
-    plan = plan_rows(piece.mask, rows, piece.positions.N, BLOCK_N)
-    rows = rows.to(device)
+    terms, dtype = piece.terms, piece.accumulator
+    plan = space.plan(tile)
+    rows = plan.rows
     score = ScoreTile(tile, rows, piece, space)
     q_tile = tile.load_rows(piece.q, dtype)
     row_max, row_sum = _initial_state(tile, terms, q_tile)
@@ -55,7 +52,7 @@ def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: 
         v_tile = tile.load_keys(piece.v, n0, n1, dtype)
         s = score.scores_log2(q_tile, k_tile, n0, n1)
         if not is_full:
-            visibility = Visibility.of(plan, tile, n0, n1, device)
+            visibility = Visibility.of(plan, tile, n0, n1)
             visibility.hide(s, tile, float("-inf"))
             v_tile = visibility.clean_keys(v_tile)
         new_max = torch.maximum(row_max, s.amax(-1))
