@@ -297,7 +297,8 @@ class Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not lse_has_grad:
             ctx.mark_non_differentiable(lse)
-        return out.to(out_dtype), lse
+        # torch 2.11's dynamo loses the gradient through a conversion that converts nothing.
+        return (out if out.dtype == out_dtype else out.to(out_dtype)), lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
