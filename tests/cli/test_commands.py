@@ -1,0 +1,247 @@
+"""The commands at work: exit codes, JSON alone on stdout, what a broken backend leads to."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tilewise.catalog import OPS
+from tilewise.cli import console, main
+from tilewise.dense import api
+
+ROOT = Path(__file__).resolve().parents[2]
+Capture = pytest.CaptureFixture[str]
+
+
+def refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
+def read_json(capsys: Capture) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
+    return document
+
+
+def slightly_wrong(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: attention(*args, **kwargs) * 0.99
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiled backend off by a percent; the oracle right."""
+    right = api.attention_varlen
+
+    def attention_varlen(*args: Any, backend: str = "auto", **kwargs: Any) -> Tensor:
+        out = right(*args, backend=backend, **kwargs)
+        return out if backend == "reference" else out * 0.99
+
+    monkeypatch.setattr(api, "attention_varlen", attention_varlen)
+    monkeypatch.setattr("tilewise.bench.peers.attention", slightly_wrong(api.attention))
+
+
+def test_verify_as_a_table(capsys: Capture) -> None:
+    assert main(["verify", "merge", "--dtype", "float32"]) == 0
+    found = capsys.readouterr()
+    rows = [line for line in found.out.splitlines() if "merge" in line]
+    # out, lse, dout and dlse.
+    assert len(rows) == 4
+    assert "outputs and gradients of 4 calls are within budget. (cpu" in found.out
+    assert "verify merge float32 (4 steps)" in found.err
+
+
+def test_verify_as_json(capsys: Capture) -> None:
+    assert main(["verify", "attention_varlen", "--dtype", "bfloat16", "--json"]) == 0
+    found = read_json(capsys)
+    assert found["command"] == "verify"
+    assert found["rows"] == found["within_budget"] == sum(g["cases"] for g in found["groups"])
+    assert found["failures"] == []
+    assert {g["tensor"] for g in found["groups"]} >= {"out", "dq", "dk", "dv", "dsinks", "dbias"}
+    assert {(g["op"], g["dtype_name"], g["backend"]) for g in found["groups"]} == {
+        ("attention_varlen", "bfloat16", "tiled")
+    }
+
+
+@pytest.mark.usefixtures("broken")
+def test_verify_finds_a_broken_backend(capsys: Capture) -> None:
+    assert main(["verify", "attention_varlen", "--dtype", "float32", "--json"]) == 1
+    found = read_json(capsys)
+    assert found["within_budget"] < found["rows"]
+    assert len(found["failures"]) == found["rows"] - found["within_budget"]
+    assert {"op", "case", "dtype", "tensor", "problem"} <= set(found["failures"][0])
+
+
+@pytest.mark.usefixtures("broken")
+def test_failures_are_listed_in_full(capsys: Capture) -> None:
+    assert main(["verify", "attention_varlen", "--dtype", "float32"]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED attention_varlen [full] tiled float32 out: max error" in said
+    assert "are within budget," in said
+
+
+def test_a_backend_that_raises_is_a_failure_and_not_the_end(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(partials: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("tilewise.dense.merge_budget.merge", fail)
+    assert main(["verify", "merge", "--dtype", "float32", "--json"]) == 1
+    found = read_json(capsys)
+    assert [failure["problem"] for failure in found["failures"]] == [
+        "raised RuntimeError: no such kernel"
+    ] * 4
+
+
+def test_bench_as_a_table(capsys: Capture) -> None:
+    argv = ["bench", "--quick", "--grid", "window", "--lengths", "64", "--dtype", "float32"]
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    for words in ("Tilewise: tiled", "SDPA, bool mask", "eager", "x SDPA", "min..max", "extra MB"):
+        assert words in said
+    assert "Not in the table: FlexAttention:" in said
+
+
+def test_bench_stores_what_it_prints(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    argv = ["bench", "--quick", "--grid", "window", "--lengths", "64", "--dtype", "float32"]
+    assert main([*argv, "--threads", "1", "--json", "--output", str(file)]) == 0
+    printed = read_json(capsys)
+    assert json.loads(file.read_text()) == printed
+    assert printed["header"]["threads"] == 1
+    assert [row["length"] for row in printed["rows"]] == [64, 64, 64]
+
+
+@pytest.mark.usefixtures("broken")
+def test_bench_refuses_a_wrong_backend(capsys: Capture) -> None:
+    argv = ["bench", "--quick", "--grid", "window", "--lengths", "64", "--dtype", "float32"]
+    assert main([*argv, "--json"]) == 1
+    rows = {row["contestant"]: row for row in read_json(capsys)["rows"]}
+    assert rows["Tilewise"]["status"] == "refused"
+    assert "out: max error" in rows["Tilewise"]["note"]
+    assert rows["Tilewise"]["time_ms"] is None
+    assert rows["SDPA, bool mask"]["status"] == "timed"
+    assert main(argv) == 1
+    assert "REFUSED Tilewise on causal window 512 64 float32" in capsys.readouterr().out
+
+
+def test_doctor(capsys: Capture) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for words in ("torch", "reference", "tiled", "works", "hopper", "not in this version"):
+        assert words in said
+
+
+def test_doctor_says_what_is_not_installed(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["doctor", "--json"]) == 0
+    found = read_json(capsys)
+    assert found["extras"]["bench"] == {"matplotlib": False, "jinja2": True}
+    assert main(["doctor"]) == 0
+    assert "pip install 'tilewise[bench,hf]'" in capsys.readouterr().out
+
+
+def test_doctor_finds_a_broken_backend(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = api.attention
+
+    def attention(*args: Any, backend: str = "auto", **kwargs: Any) -> Tensor:
+        if backend == "tiled":
+            raise RuntimeError("the library is damaged")
+        return right(*args, backend=backend, **kwargs)
+
+    monkeypatch.setattr(api, "attention", attention)
+    assert main(["doctor", "--json"]) == 1
+    status = {
+        entry["name"]: (entry["status"], entry["why"]) for entry in read_json(capsys)["backends"]
+    }
+    assert status["tiled"] == ("broken", "RuntimeError: the library is damaged")
+    assert status["reference"][0] == "works"
+
+
+def test_module_loads_only_what_a_command_needs() -> None:
+    code = (
+        "import sys; from tilewise.cli import main; code = main(['doctor', '--json']);"
+        "heavy = {'transformers', 'matplotlib', 'jinja2'} & set(sys.modules);"
+        "sys.exit(f'loaded {heavy}' if heavy else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["command"] == "doctor"
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from tilewise import cli; cli._build_parser();"
+        "sys.exit('loaded torch' if 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_json_has_no_number_for_is_null(capsys: Capture) -> None:
+    console.print_json({"a": [float("inf"), float("nan"), 1.0], "b": ({"c": -float("inf")},)})
+    assert read_json(capsys) == {"a": [None, None, 1.0], "b": [{"c": None}]}
+
+
+def test_tables_show_brackets_as_they_are(capsys: Capture) -> None:
+    console.print_table("title [x]", ["case"], [["bias [b, 1]"], ["[red]"]])
+    said = capsys.readouterr().out
+    assert "bias [b, 1]" in said
+    assert "[red]" in said
+    assert "title [x]" in said
+
+
+def test_progress_in_lines_says_where_it_is(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    lines = console.Lines()
+    lines.stage("verify", 3)
+    lines.step("a")
+    now[0] = 12.0
+    lines.step("b")
+    lines.step("c")
+    assert capsys.readouterr().err.splitlines() == [
+        "[   0.0 s] verify (3 steps)",
+        "[  12.0 s] verify: 2 of 3, b",
+    ]
+
+
+def test_progress_on_a_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with console.open_progress() as progress:
+        progress.stage("verify", 1)
+        progress.step("[a]")
+        progress.stage("bench", 2)
+        progress.step("b")
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert "verify" in found.err
+    assert "bench" in found.err
+
+
+def test_every_op_of_the_catalog_can_be_named(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def verify(targets: Any, device: object, progress: object) -> list[object]:
+        asked.extend(target.op.name for target in targets)
+        return []
+
+    monkeypatch.setattr("tilewise.report.budget.verify", verify)
+    names = [op.name for op in OPS]
+    assert main(["verify", *names, "--dtype", "float64"]) == 0
+    assert asked == names
+    asked.clear()
+    assert main(["verify", "--all"]) == 0
+    assert asked == [name for name in names for _ in range(4)]

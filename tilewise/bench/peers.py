@@ -1,0 +1,155 @@
+"""The contestants: Tilewise and what a user of PyTorch would call instead, behind one adapter.
+
+Each gets q, k, v contiguous in the layout it prefers, and what depends on the mask alone is made
+before the clock starts: both in favour of the peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.backends import BackendChoice
+from ..dense import torch_flash
+from ..dense.api import attention, explain_backend
+from .cases import BOTH, Case
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# The op to which a piece is handed on the CPU; seeing it run decides the label.
+TORCH_FLASH_OP = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One contestant.
+
+    build: makes the function that attends for a case. heads_first: it takes `[B, H, M, D]`, else
+    `[B, M, H, D]`. serves: whether the case is a question for it. scores_copies: how many
+    `[B, H, M, N]` tensors it holds at once in the forward pass.
+    """
+
+    name: str
+    build: Callable[[Case, torch.device], Attend]
+    heads_first: bool = True
+    serves: Callable[[Case, torch.device], bool] = lambda case, device: True
+    scores_copies: int = 0
+    is_ours: bool = False
+
+    def scores_bytes(self, case: Case) -> int:
+        """What the score matrices take at their peak; backward holds about as many again."""
+        copies = self.scores_copies * (2 if case.direction == BOTH else 1)
+        return copies * case.scores_bytes
+
+
+def bind(peer: Peer, case: Case, device: torch.device) -> Callable[[], tuple[Tensor, ...]]:
+    """A call without arguments, ready to be timed: out, or out and the three gradients.
+
+    What it returns is in the peer's own layout.
+    """
+    attend = peer.build(case, device)
+    *inputs, dout = case.draw(device)
+    if peer.heads_first:
+        inputs = [x.transpose(1, 2).contiguous() for x in inputs]
+        dout = dout.transpose(1, 2).contiguous()
+    if case.direction != BOTH:
+
+        def forward() -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return (attend(*inputs),)
+
+        return forward
+    leaves = [x.requires_grad_() for x in inputs]
+
+    def forward_and_backward() -> tuple[Tensor, ...]:
+        out = attend(*leaves)
+        return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+    return forward_and_backward
+
+
+def explain_choice(case: Case, device: torch.device) -> BackendChoice:
+    """Which backend a call of `tilewise.attention` for this case runs on."""
+    q, k, v, _ = case.verified_form().draw(device)
+    return explain_backend(q, k, v, mask=case.build_mask())
+
+
+# Peers that people may look for in the table, and why they are not in it.
+MISSING = {
+    "FlexAttention": "needs torch.compile, which this version's bench does not run",
+    "flash-attn, xFormers": "run on CUDA GPUs only, which no kernel of this version is made for",
+}
+
+
+# ---------------------------------------------------------------- how each attends
+
+
+def _build_tilewise(case: Case, device: torch.device) -> Attend:
+    mask = case.build_mask()
+    return lambda q, k, v: attention(q, k, v, mask=mask)
+
+
+def _build_pure_tiled(case: Case, device: torch.device) -> Attend:
+    mask = case.build_mask()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch_flash.disabled():
+            return attention(q, k, v, mask=mask, backend="tiled")
+
+    return attend
+
+
+def _build_sdpa(case: Case, device: torch.device) -> Attend:
+    is_causal = case.mask == "causal"
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def _build_masked_sdpa(case: Case, device: torch.device) -> Attend:
+    visible = _visible(case, device)
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+
+def _build_eager(case: Case, device: torch.device) -> Attend:
+    hidden = None if case.mask == "full" else ~_visible(case, device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return torch.softmax(scores, dim=-1) @ v
+
+    return attend
+
+
+def _visible(case: Case, device: torch.device) -> Tensor:
+    """Bool `[M, N]`, from its definition rather than from a Tilewise mask."""
+    m = torch.arange(case.length, device=device)[:, None]
+    n = torch.arange(case.length, device=device)
+    visible = n <= m
+    return visible & (n >= m - case.window) if case.mask == "window" else visible
+
+
+def _is_handed_on(case: Case, device: torch.device) -> bool:
+    return device.type == "cpu" and case.mask in ("full", "causal")
+
+
+TILEWISE = Peer("Tilewise", _build_tilewise, heads_first=False, is_ours=True)
+PURE_TILED = Peer(
+    "Tilewise, own tiles",
+    _build_pure_tiled,
+    heads_first=False,
+    serves=_is_handed_on,
+    is_ours=True,
+)
+SDPA = Peer("SDPA", _build_sdpa, serves=lambda case, device: case.mask != "window")
+MASKED_SDPA = Peer(
+    "SDPA, bool mask", _build_masked_sdpa, serves=lambda case, device: case.mask == "window"
+)
+EAGER = Peer("eager", _build_eager, scores_copies=3)
+
+PEERS = (TILEWISE, PURE_TILED, SDPA, MASKED_SDPA, EAGER)
+BASELINES = (SDPA.name, MASKED_SDPA.name)
