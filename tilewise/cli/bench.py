@@ -85,7 +85,7 @@ def _print_result(result: Result) -> None:
     from ..bench.run import COLUMNS, describe_row
     from . import console
 
-    machine = f"{result.header['threads']} threads, {result.header['cpu']}"
+    machine = f"threads {result.header['threads']}, {result.header['cpu']}"
     for name, rows in result.rows.items():
         table = [describe_row(row) for row in rows]
         kept = [i for i in range(len(COLUMNS)) if any(line[i] for line in table)]
