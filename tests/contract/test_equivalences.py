@@ -24,7 +24,7 @@ def gradients(out: Tensor, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(out, inputs, dout))
 
 
-def assert_close(got: Tensor, other: Tensor, name: str = "result") -> None:
+def assert_same(got: Tensor, other: Tensor, name: str = "result") -> None:
     """Two evaluations of one thing in one dtype: both are within rounding of each other."""
     eps = torch.finfo(other.dtype).eps
     wide = other.detach().double()
@@ -55,10 +55,10 @@ def test_packed_equals_each_document_alone(mask: tw.Mask) -> None:
             x.clone().requires_grad_() for x in (q[None, m0:m1], k[None, n0:n1], v[None, n0:n1])
         ]
         single = tw.attention(*alone, mask=mask)
-        assert_close(out[m0:m1], single[0])
+        assert_same(out[m0:m1], single[0])
         expected = gradients(single, alone, dout[None, m0:m1])
         for x, y, (a, b) in zip(got, expected, ((m0, m1), (n0, n1), (n0, n1)), strict=True):
-            assert_close(x[a:b], y[0])
+            assert_same(x[a:b], y[0])
 
 
 @pytest.mark.parametrize("splits", [1, 2, 8])
@@ -75,12 +75,12 @@ def test_any_split_of_keys_merges_to_one_pass(mask: tw.Mask, splits: int) -> Non
         for a, b in pairwise(edges)
     ]
     merged = tw.merge(parts)
-    assert_close(merged.out, whole.out)
+    assert_same(merged.out, whole.out)
     assert_lse_within_budget(merged.lse.detach(), whole.lse.detach().double(), torch.float32)
     dout = torch.randn_like(whole.out)
     expected = gradients(whole.out, [q, k, v], dout)
     for got, exact in zip(gradients(merged.out, [q, k, v], dout), expected, strict=True):
-        assert_close(got, exact)
+        assert_same(got, exact)
 
 
 def test_a_piece_adds_its_gradients_into_the_callers_buffers() -> None:
@@ -98,7 +98,7 @@ def test_a_piece_adds_its_gradients_into_the_callers_buffers() -> None:
             dq=buffers[0], dk=buffers[1][:, a:b], dv=buffers[2][:, a:b], q_start=82, k_start=a,
         )  # fmt: skip
     for got, exact in zip(buffers, expected, strict=True):
-        assert_close(got - 3.0, exact)
+        assert_same(got - 3.0, exact)
 
 
 def test_used_lengths_equal_cut_tensors() -> None:
@@ -110,8 +110,8 @@ def test_used_lengths_equal_cut_tensors() -> None:
     )  # fmt: skip
     first = tw.attention(q[None, :13], k[None, :25], v[None, :25], mask=tw.causal())
     second = tw.attention(q[None, 20:], k[None, 30:39], v[None, 30:39], mask=tw.causal())
-    assert_close(out[:13], first[0])
-    assert_close(out[20:], second[0])
+    assert_same(out[:13], first[0])
+    assert_same(out[20:], second[0])
     assert torch.equal(out[13:20], torch.zeros_like(out[13:20]))
 
 
@@ -139,11 +139,11 @@ EQUAL_MASKS = {
 def test_expressions_of_one_mask(one: tw.Mask, other: tw.Mask) -> None:
     inputs = qkv(2, 67, 149, 4, 2, 16, 8)
     a, b = (tw.attention_partial(*inputs, mask=mask) for mask in (one, other))
-    assert_close(b.out, a.out)
+    assert_same(b.out, a.out)
     assert_lse_within_budget(b.lse.detach(), a.lse.detach().double(), torch.float32)
     dout = torch.randn_like(a.out)
     for x, y in zip(gradients(b.out, inputs, dout), gradients(a.out, inputs, dout), strict=True):
-        assert_close(x, y)
+        assert_same(x, y)
 
 
 def test_a_batch_element_alone_equals_itself_in_the_batch() -> None:
@@ -155,7 +155,7 @@ def test_a_batch_element_alone_equals_itself_in_the_batch() -> None:
         alone = tw.attention(
             q[row], k[row], v[row], mask=tw.causal() & tw.key_padding(lengths[row])
         )
-        assert_close(whole[row], alone)
+        assert_same(whole[row], alone)
 
 
 def test_padded_keys_equal_cut_keys_bit_for_bit_even_where_they_are_nan() -> None:
@@ -215,7 +215,7 @@ def test_the_hand_off_equals_the_tiles() -> None:
         fused = tw.attention_partial(*inputs, mask=mask)
         with torch_flash.disabled():
             tiled = tw.attention_partial(*inputs, mask=mask)
-        assert_close(fused.out, tiled.out)
+        assert_same(fused.out, tiled.out)
         assert_lse_within_budget(fused.lse.detach(), tiled.lse.detach().double(), torch.float32)
 
 
@@ -230,4 +230,4 @@ def test_tile_sizes_do_not_change_dropout(monkeypatch: pytest.MonkeyPatch) -> No
         outs.append([out, *gradients(out, inputs, torch.ones_like(out))])
     for other in outs[1:]:
         for x, y in zip(other, outs[0], strict=True):
-            assert_close(x, y)
+            assert_same(x, y)

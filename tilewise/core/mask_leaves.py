@@ -237,8 +237,8 @@ def window(left: int | None, right: int | None, *, offset: Offset = None) -> Mas
     for name, bound in (("left", left), ("right", right)):
         if bound is not None and bound < 0:
             raise ValueError(f"window: {name} must be None or >= 0, got {bound}.")
-    low = UNBOUNDED if left is None else left
-    high = UNBOUNDED if right is None else right
+    low = UNBOUNDED if left is None else min(left, UNBOUNDED)
+    high = UNBOUNDED if right is None else min(right, UNBOUNDED)
     if offset is None:
         return Window(low, high)
     if isinstance(offset, Tensor):

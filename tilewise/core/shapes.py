@@ -101,7 +101,8 @@ def check_broadcastable(op: str, name: str, tensor: Tensor, shape: dict[str, int
     letters, sizes = list(shape), list(shape.values())
     if tensor.dim() <= len(sizes):
         seen = tensor.reshape((1,) * (len(sizes) - tensor.dim()) + tuple(tensor.shape))
-        if all(have in (1, want) for have, want in zip(seen.shape, sizes, strict=True)):
+        # Equality first: a size that comes from data is known to equal itself, but not to be 1.
+        if all(have == want or have == 1 for have, want in zip(seen.shape, sizes, strict=True)):
             return seen
     raise ValueError(
         f"{op}: {name} must broadcast to [{', '.join(letters)}] = {sizes}, "

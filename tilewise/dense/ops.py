@@ -169,8 +169,8 @@ def check_contents(arguments: Arguments, piece: Piece) -> None:
     piece.mask.check_contents(positions.B, positions.H)
     limits = arguments.max_seqlens or [-1, -1]
     for side, stored, used, limit, total in (
-        ("q", arguments.cu_seqlens_q, arguments.seqused_q, limits[0], positions.M),
-        ("k", arguments.cu_seqlens_k, arguments.seqused_k, limits[1], positions.N),
+        ("q", positions.cu_seqlens_q, positions.seqused_q, limits[0], positions.M),
+        ("k", positions.cu_seqlens_k, positions.seqused_k, limits[1], positions.N),
     ):
         longest = None
         if stored is not None:

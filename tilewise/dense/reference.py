@@ -118,15 +118,17 @@ def sequences(piece: Piece) -> list[Sequence]:
 def _all_sequences(piece: Piece) -> Partial:
     at, E, lse_dtype = piece.positions, piece.v.shape[-1], piece.accumulator
     parts = [_one_sequence(sequence) for sequence in sequences(piece)]
+    # 0, and a function of the inputs even where there is no sequence.
+    anchor = sum(x[:0].sum() for x in (piece.q, piece.k, piece.v))
     if at.is_packed:
         owned = sum(p.out.shape[0] for p in parts)
-        tail = piece.q.new_zeros(at.M - owned, at.H, E)
+        tail = piece.q.new_zeros(at.M - owned, at.H, E) + anchor
         no_keys = piece.q.new_full((at.H, at.M - owned), float("-inf"), dtype=lse_dtype)
         lses = [*(p.lse for p in parts), no_keys]
         return Partial(torch.cat([*(p.out for p in parts), tail]), torch.cat(lses, dim=-1))
     if not parts:
         no_rows = piece.q.new_zeros(0, at.H, at.M, dtype=lse_dtype)
-        return Partial(piece.q.new_zeros(0, at.M, at.H, E), no_rows)
+        return Partial(piece.q.new_zeros(0, at.M, at.H, E) + anchor, no_rows + anchor)
     return Partial(torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts]))
 
 
@@ -141,7 +143,7 @@ def _one_sequence(sequence: Sequence) -> Partial:
         row = sequence.b * H + torch.arange(H, device=q.device).reshape(-1, 1, 1)
         keep = keep_mask(terms.rng, terms.dropout_p, row, *sequence.indices)
         p = torch.where(keep, p / (1.0 - terms.dropout_p), 0.0)
-    out = _weighted_sum(p.to(q.dtype), v, visible).transpose(0, 1)
+    out = _hide(_weighted_sum(p.to(q.dtype), v, visible), visible.any(-1)).transpose(0, 1)
     pad = sequence.stored_q - sequence.q.shape[0]
     if pad:
         out = torch.cat([out, out.new_zeros(pad, *out.shape[1:])])
@@ -162,10 +164,14 @@ def softmax(sequence: Sequence, q: Tensor, k: Tensor, visible: Tensor) -> tuple[
         sink = terms.sinks.to(dtype).reshape(-1, 1, 1).expand(*scores.shape[:2], 1)
         logits = torch.cat([scores, sink], dim=-1)
     lse = logsumexp(logits)
-    shift = torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1)
-    # Where nothing is visible every score is -inf; the difference is masked before exp.
-    gap = torch.where(visible, scores - shift, 0.0)
-    return torch.where(visible, torch.exp(gap), 0.0), lse
+    # exp(S - max) / sum, not exp(S - lse): lse cannot hold log N beside the largest of numbers.
+    top = logits.detach().amax(-1, keepdim=True) if logits.shape[-1] else logits.sum(-1, True)
+    gap = torch.where(visible, scores - torch.where(top.isneginf(), 0.0, top), float("-inf"))
+    weights = torch.exp(gap)
+    total = weights.sum(-1, keepdim=True)
+    if terms.sinks is not None:
+        total = total + torch.exp(sink - torch.where(top.isneginf(), 0.0, top))
+    return weights / torch.where(total == 0, 1.0, total), lse
 
 
 def _start(start: int | Tensor | None, b: int) -> int:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.tiles import RowPlan
 from . import torch_flash
 from .piece import Piece, Terms
-from .tiled import LOG2E, ScoreTile, Tile, Visibility, Workspace, cut, full_precision
+from .tiled import ScoreTile, Tile, Units, Visibility, Workspace, cut, full_precision
 
 
 @dataclass
@@ -59,25 +60,32 @@ def attention_gradients(
     buffers = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in sources]
     own = iter(buffers[3:])
     gradients = Gradients(*buffers[:3], *(next(own) if want else None for want in wanted))
-    attention_bwd(piece, dout, lse, delta, gradients)
+    attention_bwd(piece, dout, lse, delta, gradients, owns_lse=True)
     cast = [buffer.to(x.dtype) for buffer, x in zip(buffers, sources, strict=True)]
     own = iter(cast[3:])
     return [*cast[:3], *(next(own) if want else lse.new_empty(0) for want in wanted)]
 
 
 def attention_bwd(
-    piece: Piece, dout: Tensor, lse: Tensor, delta: Tensor, gradients: Gradients
+    piece: Piece,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    gradients: Gradients,
+    *,
+    owns_lse: bool = False,
 ) -> None:
     """Add every gradient of one piece into `gradients`.
 
     Args:
         dout: `[B, M, H, E]`.
         lse, delta: `[B, H, M]`, those of the whole softmax, which may hold more keys than k.
+        owns_lse: the softmax is over these keys alone.
     """
     space = Workspace(piece)
     with full_precision():
         for tile in cut(piece):
-            _backward_tile(piece, tile, space, dout, lse, delta, gradients)
+            _backward_tile(piece, tile, space, dout, lse, delta, gradients, owns_lse=owns_lse)
 
 
 def _backward_tile(
@@ -88,18 +96,23 @@ def _backward_tile(
     lse: Tensor,
     delta: Tensor,
     gradients: Gradients,
+    *,
+    owns_lse: bool,
 ) -> None:
-    terms, dtype = piece.terms, piece.accumulator
+    terms, dtype, units = piece.terms, piece.accumulator, Units.of(piece.terms)
     plan = space.plan(tile)
     score = ScoreTile(tile, plan.rows, piece, space)
     q_tile, do_tile = tile.load_rows(piece.q, dtype), tile.load_rows(dout, dtype)
     row_lse = tile.load_statistics(lse).to(dtype)
     is_empty = row_lse.isneginf()
     # The shift of an empty row is free: its scores are all -inf.
-    lse_log2 = torch.where(is_empty, 0.0, row_lse * LOG2E).unsqueeze(-1)
+    shift = torch.where(is_empty, 0.0, row_lse * units.per_nat).unsqueeze(-1)
+    lost = None
+    if owns_lse and _may_have_lost_a_sum(terms, row_lse):
+        lost = _lost_sum(score, plan, q_tile, shift)
     row_delta = torch.where(is_empty, 0.0, tile.load_statistics(delta).to(dtype)).unsqueeze(-1)
     if gradients.dsinks is not None:
-        _add_sink_gradient(tile, terms, row_lse, row_delta, gradients.dsinks)
+        _add_sink_gradient(tile, terms, row_lse, row_delta, lost, gradients.dsinks)
     dq = space.take("dq", *q_tile.shape).zero_()
     for n0, n1, is_full in plan.ranges:
         k_tile, v_tile = (tile.load_keys(x, n0, n1, dtype) for x in (piece.k, piece.v))
@@ -108,10 +121,12 @@ def _backward_tile(
             visibility = Visibility.of(plan, tile, n0, n1)
             k_tile, v_tile = visibility.clean_keys(k_tile), visibility.clean_keys(v_tile)
             q_seen, do_seen = visibility.clean_rows(q_tile), visibility.clean_rows(do_tile)
-        s = score.scores_log2(q_seen, k_tile, n0, n1)
+        s = score.scores(q_seen, k_tile, n0, n1)
         if visibility is not None:
             visibility.hide(s, tile, float("-inf"))
-        p = torch.exp2(s.sub_(lse_log2), out=s)
+        p = units.exp(s.sub_(shift), out=s)
+        if lost is not None:
+            p.div_(lost)
         dp = space.take("dp", *p.shape)
         torch.bmm(do_seen, v_tile.transpose(1, 2), out=dp)
         kept = p
@@ -135,15 +150,56 @@ def _backward_tile(
     tile.add_rows(dq, gradients.dq)
 
 
-def _add_sink_gradient(
-    tile: Tile, terms: Terms, row_lse: Tensor, row_delta: Tensor, dsinks: Tensor
-) -> None:
+# From here on an fp32 lse keeps the log of a row's sum to less than 1e-3.
+_LARGE_LSE = float(1 << 13)
+
+
+def _may_have_lost_a_sum(terms: Terms, row_lse: Tensor) -> bool:
+    """Whether some row's lse is too large to hold the log of its sum beside its maximum.
+
+    A row whose bias is the dtype's most negative number has lse = maximum, and exp(S - lse) is 1
+    for each of its keys. Off the CPU a look would be a synchronisation, so a bias is enough there.
+    """
+    if row_lse.device.type != "cpu":
+        return terms.bias is not None
+    return bool((row_lse.isfinite() & (row_lse.abs() > _LARGE_LSE)).any())
+
+
+def _lost_sum(score: ScoreTile, plan: RowPlan, q_tile: Tensor, shift: Tensor) -> Tensor:
+    """What P = exp(S - lse) adds up to, `[L, r m, 1]`; 1 where lse lost nothing, or for no key."""
+    tile, terms, units = score.tile, score.terms, Units.of(score.terms)
+    total = torch.zeros_like(shift)
+    for n0, n1, is_full in plan.ranges:
+        k_tile = tile.load_keys(score.piece.k, n0, n1, q_tile.dtype)
+        s = score.scores(q_tile, k_tile, n0, n1)
+        if not is_full:
+            Visibility.of(plan, tile, n0, n1).hide(s, tile, float("-inf"))
+        total += units.exp(s.sub_(shift), out=s).sum(-1, keepdim=True)
+    if terms.sinks is not None:
+        total += _sink_probability(tile, terms, shift / units.per_nat).reshape(total.shape)
+    return torch.where(total > 0, total, 1.0)
+
+
+def _sink_probability(tile: Tile, terms: Terms, row_lse: Tensor) -> Tensor:
+    """exp(sink - lse) of the rows, `tile.shape`; 0 for rows with nothing to see and no owner."""
     assert terms.sinks is not None
-    heads = slice(*tile.heads)
-    sink = terms.sinks[heads].to(row_lse.dtype).reshape(1, -1, 1)
     lse = row_lse.view(tile.shape)
-    p_sink = torch.where(lse.isneginf(), 0.0, torch.exp(sink - lse))
-    dsinks[heads] -= (p_sink * row_delta.view(tile.shape)).sum((0, 2))
+    sink = terms.sinks[slice(*tile.heads)].to(lse.dtype).reshape(1, -1, 1)
+    return torch.where(lse.isneginf(), 0.0, torch.exp(sink - lse))
+
+
+def _add_sink_gradient(
+    tile: Tile,
+    terms: Terms,
+    row_lse: Tensor,
+    row_delta: Tensor,
+    lost: Tensor | None,
+    dsinks: Tensor,
+) -> None:
+    p_sink = _sink_probability(tile, terms, row_lse)
+    if lost is not None:
+        p_sink = p_sink / lost.view(tile.shape)
+    dsinks[slice(*tile.heads)] -= (p_sink * row_delta.view(tile.shape)).sum((0, 2))
 
 
 def _add_term_gradients(

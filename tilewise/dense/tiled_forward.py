@@ -14,10 +14,9 @@ from torch import Tensor
 from . import torch_flash
 from .piece import Piece, Terms
 from .tiled import (
-    LN2,
-    LOG2E,
     ScoreTile,
     Tile,
+    Units,
     Visibility,
     Workspace,
     cut,
@@ -40,7 +39,7 @@ def attention_fwd(piece: Piece, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: Tensor) -> None:
-    terms, dtype = piece.terms, piece.accumulator
+    terms, dtype, units = piece.terms, piece.accumulator, Units.of(piece.terms)
     plan = space.plan(tile)
     rows = plan.rows
     score = ScoreTile(tile, rows, piece, space)
@@ -50,7 +49,7 @@ def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: 
     for n0, n1, is_full in plan.ranges:
         k_tile = tile.load_keys(piece.k, n0, n1, dtype)
         v_tile = tile.load_keys(piece.v, n0, n1, dtype)
-        s = score.scores_log2(q_tile, k_tile, n0, n1)
+        s = score.scores(q_tile, k_tile, n0, n1)
         if not is_full:
             visibility = Visibility.of(plan, tile, n0, n1)
             visibility.hide(s, tile, float("-inf"))
@@ -58,8 +57,8 @@ def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: 
         new_max = torch.maximum(row_max, s.amax(-1))
         # A row that has seen nothing has maximum -inf: subtract 0, not -inf from -inf.
         shift = torch.where(new_max.isneginf(), 0.0, new_max)
-        p = torch.exp2(s.sub_(shift.unsqueeze(-1)), out=s)
-        rescale = torch.exp2(row_max - shift)
+        p = units.exp(s.sub_(shift.unsqueeze(-1)), out=s)
+        rescale = units.exp(row_max - shift)
         row_sum = row_sum * rescale + p.sum(-1)
         row_max = new_max
         if terms.dropout_p > 0.0:
@@ -69,7 +68,7 @@ def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: 
     is_empty = row_sum == 0
     safe_sum = torch.where(is_empty, 1.0, row_sum)
     acc.div_((safe_sum * (1.0 - terms.dropout_p)).unsqueeze(-1))
-    row_lse = torch.where(is_empty, float("-inf"), (row_max + torch.log2(safe_sum)) * LN2)
+    row_lse = torch.where(is_empty, float("-inf"), (row_max + units.log(safe_sum)) / units.per_nat)
     if rows.owned is not None:
         owned = rows.owned[..., 0].expand(tile.shape).reshape(row_lse.shape)
         row_lse = torch.where(owned, row_lse, float("-inf"))
@@ -78,10 +77,10 @@ def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: 
 
 
 def _initial_state(tile: Tile, terms: Terms, q_tile: Tensor) -> tuple[Tensor, Tensor]:
-    """Running maximum (log2 units) and sum of rows before any key."""
+    """Running maximum and sum of rows before any key."""
     shape = q_tile.shape[:2]
     if terms.sinks is None:
         return q_tile.new_full(shape, float("-inf")), q_tile.new_zeros(shape)
-    sink = terms.sinks[slice(*tile.heads)].to(q_tile.dtype) * LOG2E
+    sink = terms.sinks[slice(*tile.heads)].to(q_tile.dtype) * Units.of(terms).per_nat
     row_max = sink.reshape(1, -1, 1).expand(tile.shape).reshape(shape).contiguous()
     return row_max, (~row_max.isneginf()).to(q_tile.dtype)
