@@ -50,6 +50,8 @@ class Bits(Leaf):
     def visible(self, at: Index) -> Tensor:
         assert at.j is not None
         kinds = self.kinds.to(at.i.device)
+        if kinds.numel() == 0:
+            return torch.zeros_like(at.i + at.j, dtype=torch.bool)
         b, h = broadcast_index(kinds, at)
         rows, cols = kinds.shape[2] * self.block_m, kinds.shape[3] * self.block_n
         inside = (at.i < rows) & (at.j >= 0) & (at.j < cols)

@@ -183,6 +183,9 @@ class Intervals(Leaf):
         return [], [self.starts, self.stops]
 
     def intervals(self, at: Index) -> list[Pair]:
+        if self.starts.numel() == 0:
+            nothing = torch.zeros_like(at.i)
+            return [(nothing, nothing)]
         b, h = broadcast_index(self.starts, at)
         # A query past the last row of the tensors sees nothing.
         known = at.i < self.starts.shape[2]
@@ -235,15 +238,16 @@ def window(left: int | None, right: int | None, *, offset: Offset = None) -> Mas
     Raises: ValueError for a negative bound.
     """
     for name, bound in (("left", left), ("right", right)):
-        if bound is not None and bound < 0:
-            raise ValueError(f"window: {name} must be None or >= 0, got {bound}.")
+        if bound is not None and (isinstance(bound, float) or bound < 0):
+            raise ValueError(f"window: {name} must be None or an int >= 0, got {bound}.")
     low = UNBOUNDED if left is None else min(left, UNBOUNDED)
     high = UNBOUNDED if right is None else min(right, UNBOUNDED)
     if offset is None:
         return Window(low, high)
     if isinstance(offset, Tensor):
-        _check_integer("window(offset=)", offset)
-        return BatchShiftedWindow(low, high, offset)
+        return BatchShiftedWindow(low, high, _integers("window(offset=)", offset))
+    if isinstance(offset, float):
+        raise ValueError(f"window(offset=): expected an int or a [B] tensor, got {offset}.")
     return ShiftedWindow(low, high, offset)
 
 
@@ -254,7 +258,10 @@ def documents(cu_seqlens: Tensor | Sequence[int]) -> Mask:
         cu_seqlens: cumulative lengths from 0, `[docs + 1]`, or `[B, docs + 1]` for a packing per
             row; equal neighbours are an empty document.
     """
-    return Documents(_integers("documents", cu_seqlens, dims=(1, 2)))
+    cu = _integers("documents", cu_seqlens, dims=(1, 2))
+    if cu.shape[-1] == 0:
+        raise ValueError("documents: cu_seqlens must hold at least one entry, got none.")
+    return Documents(cu)
 
 
 def key_padding(lengths: Lengths) -> Mask:
@@ -270,18 +277,19 @@ def key_padding(lengths: Lengths) -> Mask:
 def left_padding(starts: Lengths) -> Mask:
     """Only keys from `starts[b]` on are visible. Never moves the query offset."""
     first = _integers("left_padding", starts)
-    return KeyBounds(first, torch.full_like(first, torch.iinfo(first.dtype).max))
+    return KeyBounds(first, torch.full_like(first, UNBOUNDED, dtype=torch.int64))
 
 
 def prefix(lengths: Lengths) -> Mask:
     """The first `lengths[b]` keys; `causal() | prefix(lengths)` is the prefix-LM mask."""
-    return key_padding(lengths)
+    stops = _integers("prefix", lengths)
+    return KeyBounds(torch.zeros_like(stops), stops)
 
 
 def chunked(size: int) -> Mask:
     """Keys of the query's own chunk of `size` positions (chunked attention)."""
-    if size <= 0:
-        raise ValueError(f"chunked: size must be positive, got {size}.")
+    if isinstance(size, float) or size <= 0:
+        raise ValueError(f"chunked: size must be a positive int, got {size}.")
     return Chunked(size)
 
 

@@ -107,12 +107,22 @@ class Positions:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """How many query and key indices there are at most. Reads `[B]` starts on the host."""
-        starts = [
-            int(x.max()) if isinstance(x, Tensor) and x.numel() else x or 0
-            for x in (self.q_start, self.k_start)
-        ]
-        return int(starts[0]) + self.M, int(starts[1]) + self.N
+        """How many query and key indices a sequence has at most. Reads lengths on the host."""
+        queries = self._longest(self.cu_seqlens_q, self.M) + self._last(self.q_start)
+        return queries, self._longest(self.cu_seqlens_k, self.N) + self._last(self.k_start)
+
+    @staticmethod
+    def _longest(cu_seqlens: Tensor | None, stored: int) -> int:
+        # A traced length is not known; no document is longer than all of them.
+        if cu_seqlens is None or torch.compiler.is_compiling():
+            return stored
+        return int(cu_seqlens.diff().clamp(0, stored).max()) if cu_seqlens.numel() > 1 else 0
+
+    @staticmethod
+    def _last(start: int | Tensor | None) -> int:
+        if isinstance(start, Tensor):
+            return int(start.max()) if start.numel() else 0
+        return start or 0
 
     def rows(
         self,

@@ -52,8 +52,11 @@ def measure_budget(
 ) -> BudgetReport:
     """Hold `got` against the budget. All three of one shape; `exact` in fp64."""
     got, exact, eager = got.detach(), exact.detach(), eager.detach()
-    got, exact, eager = got.detach(), exact.detach(), eager.detach()
     problem = _form_problem(got, exact, eager)
+    if not problem and not bool(torch.isfinite(exact).all()):
+        problem = "the oracle itself is not finite"
+    elif not problem and not bool(torch.isfinite(eager).all()):
+        problem = "the eager form is not finite, so there is no budget"
     if problem or exact.numel() == 0:
         return BudgetReport(name, 0.0, 0.0, 0.0, 0.0, problem)
     eps = torch.finfo(got.dtype).eps
@@ -80,8 +83,9 @@ def measure_lse(
     """Hold an LSE against 1e-3 (16-bit), 1e-5 (fp32) or 1e-12 (fp64) of max(1, |lse|)."""
     bound = {torch.float32: 1e-5, torch.float64: 1e-12}.get(input_dtype, 1e-3)
     got, exact = got.detach(), exact.detach()
-    got, exact = got.detach(), exact.detach()
     problem = _form_problem(got, exact, exact)
+    if not problem and not bool((torch.isfinite(exact) | exact.isneginf()).all()):
+        problem = "the oracle itself is not finite"
     if problem or exact.numel() == 0:
         return BudgetReport(name, 0.0, 0.0, 0.0, 0.0, problem)
     is_empty = exact.isneginf()
@@ -99,10 +103,6 @@ def measure_lse(
 def _form_problem(got: Tensor, exact: Tensor, eager: Tensor) -> str:
     if got.shape != exact.shape or eager.shape != exact.shape:
         return f"shapes differ: got {list(got.shape)}, exact {list(exact.shape)}"
-    if not bool(torch.isfinite(exact).all() | exact.isneginf().any()):
-        return "the oracle itself is not finite"
-    if not bool(torch.isfinite(eager).all()) and bool(torch.isfinite(exact).all()):
-        return "the eager form is not finite, so there is no budget"
     return ""
 
 

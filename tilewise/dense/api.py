@@ -19,7 +19,7 @@ from ..core.partials import Partial
 from ..core.philox import draw_rng
 from ..core.shapes import check_same_device, check_shapes
 from . import torch_flash
-from .checks import check_are_tensors, check_call
+from .checks import PLACEMENT, check_are_tensors, check_call
 from .ops import Arguments, Attention, check_contents
 from .piece import Piece
 
@@ -229,8 +229,11 @@ def attention_partial_backward(
     alibi_slopes: Tensor | None = None,
     q_start: int | Tensor | None = None,
     k_start: int | Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     backend: str = "auto",
-    **packing: Tensor | None,
 ) -> None:
     """Gradients of one piece of a larger softmax, added into buffers that the caller owns.
 
@@ -243,13 +246,20 @@ def attention_partial_backward(
         lse, delta: `[B, H, M]` (packed `[H, T]`), fp32, of the whole softmax:
             `delta = rowsum(dout * out) - dlse`.
         dq, dk, dv: fp32 (fp64 for fp64 inputs), shaped as q, k, v; added to, never overwritten.
-        packing: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k of a packed piece.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: of a packed piece.
     Raises: as `attention_partial`.
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
     op = "attention_partial_backward"
     terms = _terms(scale, softcap, alibi_slopes, None, None, 0.0)
-    placement: dict[str, Any] = {**packing, "q_start": q_start, "k_start": k_start}
+    placement = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "q_start": q_start,
+        "k_start": k_start,
+    }
     arguments = check_call(op, q, k, v, mask, terms, placement)
     choice = _choose(op, q, backend)
     if choice.name == "reference":
@@ -289,6 +299,9 @@ def explain_backend(
     values = {name: options.pop(name, 0.0 if name == "dropout_p" else None) for name in names}
     mask = options.pop("mask", _FULL)
     options.pop("deterministic", None)
+    for name in options:
+        if name not in PLACEMENT:
+            raise TypeError(f"explain_backend: no call of attention knows the argument {name!r}.")
     arguments = check_call("attention", q, k, v, mask, _terms(**values), options)
     choice = _choose("attention", q, backend)
     piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)

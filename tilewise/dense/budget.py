@@ -17,7 +17,7 @@ from ..core.mask_leaves import full
 from ..core.partials import Partial
 from ..core.philox import draw_rng
 from . import api
-from .checks import check_call
+from .checks import PLACEMENT, check_call
 from .piece import Piece
 from .reference import attention_eager, sequences, softmax
 
@@ -124,8 +124,8 @@ def _upstream_by_sequence(piece: Piece, upstream: dict[str, Tensor]) -> list[tup
 
 
 def _piece(case: Case, tensors: dict[str, Tensor]) -> Piece:
-    options = {name: x for name, x in case.options.items() if name not in _PLACEMENT}
-    placement = {name: x for name, x in case.options.items() if name in _PLACEMENT}
+    options = {name: x for name, x in case.options.items() if name not in PLACEMENT}
+    placement = {name: x for name, x in case.options.items() if name in PLACEMENT}
     mask = options.pop("mask", full())
     terms: dict[str, Any] = dict.fromkeys(("scale", "softcap", "alibi_slopes", "bias", "sinks"))
     terms |= {"dropout_p": 0.0, **options}
@@ -137,18 +137,6 @@ def _piece(case: Case, tensors: dict[str, Tensor]) -> Piece:
     if arguments.dropout_p > 0.0:
         arguments = arguments._replace(rng=draw_rng(q.device))
     return Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
-
-
-_PLACEMENT = (
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "q_start",
-    "k_start",
-)
 
 
 def _named(result: Tensor | Partial) -> dict[str, Tensor]:

@@ -13,6 +13,18 @@ from ..core.mask import Mask
 from ..core.shapes import check_broadcastable, check_same_device, check_same_dtype, check_shapes
 from .ops import Arguments
 
+# Arguments that say where queries and keys are stored and stand.
+PLACEMENT = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "q_start",
+    "k_start",
+)
+
 
 def check_call(
     op: str,

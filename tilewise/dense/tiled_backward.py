@@ -135,7 +135,8 @@ def _backward_tile(
             kept = space.take("kept", *p.shape)
             torch.mul(p.view(*tile.shape, -1), keep, out=kept.view(*tile.shape, -1))
             dp.view(*tile.shape, -1).mul_(keep)
-        tile.add_keys(torch.bmm(kept.transpose(1, 2), do_seen), gradients.dv, n0, n1)
+        dv = space.take("dv", *v_tile.shape)
+        tile.add_keys(torch.bmm(kept.transpose(1, 2), do_seen, out=dv), gradients.dv, n0, n1)
         ds = dp.sub_(row_delta).mul_(p)
         if visibility is not None:
             # P is 0 there, but delta of a row that nobody owns may be NaN.
@@ -145,8 +146,9 @@ def _backward_tile(
             capped = space.take("capped", *ds.shape)
             ds.sub_(capped.square_().mul_(ds))
         torch.baddbmm(dq, ds, k_tile, alpha=terms.scale, out=dq)
-        dk = torch.bmm(ds.transpose(1, 2), q_seen).mul_(terms.scale)
-        tile.add_keys(dk, gradients.dk, n0, n1)
+        dk = space.take("dk", *k_tile.shape)
+        torch.bmm(ds.transpose(1, 2), q_seen, out=dk)
+        tile.add_keys(dk.mul_(terms.scale), gradients.dk, n0, n1)
     tile.add_rows(dq, gradients.dq)
 
 

@@ -2,8 +2,8 @@
 
 Dims: as in `tiled.py`.
 Math: FlashAttention-2 (arXiv 2307.08691), algorithm 1: per row a running maximum, sum and
-    numerator over key tiles; out = numerator / sum, lse = max + log(sum). A sink is the state that
-    a row starts from: maximum = sink, sum = 1, numerator = 0.
+    numerator over key tiles; out = numerator / sum, lse = max + log(sum). A sink joins at the end:
+    lse' = log(exp(lse) + exp(sink)), out' = out exp(lse - lse').
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import torch_flash
-from .piece import Piece, Terms
+from .piece import Piece
 from .tiled import (
     ScoreTile,
     Tile,
@@ -44,7 +44,8 @@ def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: 
     rows = plan.rows
     score = ScoreTile(tile, rows, piece, space)
     q_tile = tile.load_rows(piece.q, dtype)
-    row_max, row_sum = _initial_state(tile, terms, q_tile)
+    row_max = q_tile.new_full(q_tile.shape[:2], float("-inf"))
+    row_sum = q_tile.new_zeros(q_tile.shape[:2])
     acc = space.take("acc", *q_tile.shape[:2], piece.v.shape[-1]).zero_()
     for n0, n1, is_full in plan.ranges:
         k_tile = tile.load_keys(piece.k, n0, n1, dtype)
@@ -69,6 +70,8 @@ def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: 
     safe_sum = torch.where(is_empty, 1.0, row_sum)
     acc.div_((safe_sum * (1.0 - terms.dropout_p)).unsqueeze(-1))
     row_lse = torch.where(is_empty, float("-inf"), (row_max + units.log(safe_sum)) / units.per_nat)
+    if terms.sinks is not None:
+        row_lse = _add_sink(tile, terms.sinks, acc, row_lse)
     if rows.owned is not None:
         owned = rows.owned[..., 0].expand(tile.shape).reshape(row_lse.shape)
         row_lse = torch.where(owned, row_lse, float("-inf"))
@@ -76,11 +79,10 @@ def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: 
     tile.store_statistics(row_lse, lse)
 
 
-def _initial_state(tile: Tile, terms: Terms, q_tile: Tensor) -> tuple[Tensor, Tensor]:
-    """Running maximum and sum of rows before any key."""
-    shape = q_tile.shape[:2]
-    if terms.sinks is None:
-        return q_tile.new_full(shape, float("-inf")), q_tile.new_zeros(shape)
-    sink = terms.sinks[slice(*tile.heads)].to(q_tile.dtype) * Units.of(terms).per_nat
-    row_max = sink.reshape(1, -1, 1).expand(tile.shape).reshape(shape).contiguous()
-    return row_max, (~row_max.isneginf()).to(q_tile.dtype)
+def _add_sink(tile: Tile, sinks: Tensor, acc: Tensor, row_lse: Tensor) -> Tensor:
+    """Give the sink its share of each row: shrinks `acc`, returns the lse with the sink in it."""
+    sink = sinks[slice(*tile.heads)].to(acc.dtype).reshape(1, -1, 1)
+    with_sink = torch.logaddexp(row_lse, sink.expand(tile.shape).reshape(row_lse.shape))
+    shift = torch.where(with_sink.isneginf(), 0.0, with_sink)
+    acc.mul_(torch.exp(row_lse - shift).unsqueeze(-1))
+    return with_sink
