@@ -13,6 +13,8 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.core.mask import Mask, raise_mask
+from tilewise.core.positions import Positions
+from tilewise.core.tiles import key_ranges
 
 from .brute import (
     At,
@@ -334,3 +336,19 @@ def test_a_predicate_is_lowered_first() -> None:
     with pytest.raises(RuntimeError) as caught:
         mask.lower()
     assert_one_sentence(caught, "from_function:")
+
+
+def test_the_complement_of_many_intervals_is_cheap_and_right() -> None:
+    starts = torch.arange(0, 400, 10).repeat(3, 1) + torch.arange(3)[:, None]
+    many = tw.intervals(starts, starts + 4)
+    assert torch.equal((~many).dense(1, 1, 3, 400), ~many.dense(1, 1, 3, 400))
+    windows = tw.window(0, 0)
+    for left in range(30):
+        windows = windows | tw.window(left, 0, offset=10 * left)
+    at = Positions(B=1, H=1, M=3, N=400)
+    ranges = key_ranges(~windows & ~many, at, (0, 3), 64)
+    seen = ((~windows) & (~many)).dense(1, 1, 3, 400, offset=397)[0, 0].any(0)
+    covered = torch.zeros(400, dtype=torch.bool)
+    for start, stop, _ in ranges:
+        covered[start:stop] = True
+    assert not bool((seen & ~covered).any())

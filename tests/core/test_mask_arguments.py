@@ -109,7 +109,7 @@ CONTENTS = [
     ("documents:", tw.documents([[0, 4], [2, 4]])),
     ("mask:", tw.key_padding([3, -1])),
     ("mask:", tw.left_padding([-2, 0])),
-    ("key lengths of a mask:", tw.key_padding([1, 2, 3])),
+    ("key_padding, left_padding or prefix:", tw.key_padding([1, 2, 3])),
     ("window(offset=):", tw.causal(offset=ints([1, 2, 3]))),
     ("mask intervals:", tw.intervals(ints([[[0]]] * 3), ints([[[1]]] * 3))),
     ("mask blocks:", tw.blocks(torch.ones(2, 5, 1, 1, dtype=torch.bool))),

@@ -60,6 +60,8 @@ DENSE: list[tuple[dict[str, Any], str]] = [
     ({"alibi_slopes": torch.randn(4, 2)}, r"alibi_slopes must be floating \[B, H\] = \[2, 4\]"),
     ({"sinks": torch.randn(2)}, r"sinks must be floating \[H\] = \[4\]"),
     ({"sinks": torch.ones(4, dtype=torch.int64)}, r"sinks must be floating"),
+    ({"sinks": [0.0] * 4}, r"attention: sinks must be a tensor, got list"),
+    ({"bias": [[0.0]]}, r"attention: bias must be a tensor, got list"),
     ({"backend": "cuda"}, r"backend must be one of auto, reference, tiled, got 'cuda'"),
     ({name: torch.randn(2, 5, 2, 0) for name in "qkv"}, r"head dimensions must be at least 1"),
     ({"mask": tw.key_padding([1, 2, 3])}, r"expected 2 entries, one a batch row, got 3"),
@@ -85,7 +87,8 @@ VARLEN: list[tuple[dict[str, Any], str]] = [
     ({"seqused_q": torch.tensor([1.0, 2.0])}, r"seqused_q must be int32 or int64"),
     ({"bias": torch.randn(6, 9)}, r"bias must reach the longest document, 7 entries in dim"),
     ({"max_seqlen_q": 6}, r"max_seqlen_q is 6, but a sequence has 7 tokens"),
-    ({"max_seqlen_k": -2}, r"max_seqlen_k must not be negative, got -2"),
+    ({"max_seqlen_k": 9.5}, r"max_seqlen_k must be an int >= 0, got 9.5"),
+    ({"max_seqlen_k": -2}, r"max_seqlen_k must be an int >= 0, got -2"),
     ({"q": torch.randn(1, 12, 4, 8)}, r"q must be \[T, H, D\], got 4 dimensions"),
 ]
 
@@ -139,5 +142,8 @@ def test_partial_backward(changes: dict[str, Any], message: str) -> None:
 
 def test_a_start_must_not_be_negative() -> None:
     x = torch.randn(2, 5, 4, 8)
-    with pytest.raises(ValueError, match="q_start and k_start must not be negative"):
-        tw.attention_partial(x, x, x, q_start=-1)
+    for start in (-1, 2.5):
+        with pytest.raises(ValueError, match="q_start and k_start must be ints >= 0"):
+            tw.attention_partial(x, x, x, q_start=start)
+    with pytest.raises(ValueError, match="q_start must not be negative"):
+        tw.attention_partial(x, x, x, q_start=torch.tensor([-1, 0]))

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
+from tilewise.dense import torch_flash
 from tilewise.dense.checks import check_call
 
 
@@ -211,3 +212,42 @@ def test_explain_backend_says_what_runs() -> None:
     assert "reference" in handed.rejected
     assert "fused" not in tw.explain_backend(x, x, x, softcap=2.0).reason
     assert tw.explain_backend(x, x, x, backend="reference").name == "reference"
+
+
+def test_the_hand_off_is_decided_once_and_keeps_fp32() -> None:
+    inputs = [torch.randn(1, 200, 4, 64, requires_grad=True) for _ in range(3)]
+    with torch_flash.disabled():
+        own = tw.attention(*inputs, mask=tw.causal())
+    handed = tw.attention(*inputs, mask=tw.causal())
+
+    def ops_of(out: Tensor) -> set[str]:
+        with torch.profiler.profile() as profile:
+            torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+        return {event.key for event in profile.key_averages() if "for_cpu" in event.key}
+
+    assert not ops_of(own)
+    assert ops_of(handed)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(tw.attention(*inputs, mask=tw.causal()), handed)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_second_derivatives_of_a_learned_bias_raise() -> None:
+    q, k, v = (x.detach() for x in qkv())
+    bias = torch.randn(9, 11, requires_grad=True)
+    (gradient,) = torch.autograd.grad(
+        tw.attention(q, k, v, bias=bias).sum(), bias, create_graph=True
+    )
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        gradient.square().sum().backward()
+
+
+def test_explain_backend_casts_as_the_call_does() -> None:
+    x = torch.randn(1, 20, 4, 8)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert "fused" not in tw.explain_backend(x, x.bfloat16(), x).reason
+    with pytest.raises(TypeError, match="causal"):
+        tw.explain_backend(x, x, x, causal=True)

@@ -82,6 +82,11 @@ class Mask:
     def __invert__(self) -> Mask:
         return Not(self)
 
+    @property
+    def has_predicate(self) -> bool:
+        """True where some `from_function` still has to be evaluated by `lowered`."""
+        return False
+
     def intervals(self, at: Index) -> list[Pair]:
         """Half-open key intervals [start, stop) per query whose union holds every visible key.
 
@@ -91,13 +96,7 @@ class Mask:
 
     def hidden_intervals(self, at: Index) -> list[Pair]:
         """The same for the complement: covers every key that is not visible."""
-        edges: list[Pair] = []
-        for start, stop in self.intervals(at):
-            # An empty interval hides nothing, so its complement is the whole line.
-            stop = maximum(start, stop)
-            outside: list[Pair] = [(-UNBOUNDED, start), (stop, UNBOUNDED)]
-            edges = intersect(edges, outside) if edges else outside
-        return edges
+        return complement(self.intervals(at), at)
 
     def visible(self, at: Index) -> Tensor:
         """The predicate itself, broadcast over the indices of `at`."""
@@ -159,8 +158,11 @@ class Mask:
         """Every tensor that the mask reads."""
         return self.lower()[2]
 
-    def check_contents(self, B: int, H: int) -> None:
-        """Raise ValueError if a tensor does not fit the call or holds what it must not."""
+    def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
+        """Raise ValueError if a tensor does not fit the call or holds what it must not.
+
+        reads: look into the tensors too, not at their shapes alone.
+        """
 
 
 def _check_operand(sign: str, other: object) -> None:
@@ -181,6 +183,27 @@ def minimum(a: int | Tensor, b: int | Tensor) -> int | Tensor:
     return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
 
 
+def complement(pairs: list[Pair], at: Index) -> list[Pair]:
+    """The gaps between intervals, one more than there are intervals; some may be empty."""
+    if len(pairs) == 1:
+        ((start, stop),) = pairs
+        return [(-UNBOUNDED, start), (maximum(start, stop), UNBOUNDED)]
+    ends = [bound for pair in pairs for bound in pair if isinstance(bound, Tensor)]
+    shape = torch.broadcast_shapes((1, 1, 1, 1), *(x.shape for x in ends))
+
+    def column(bound: int | Tensor) -> Tensor:
+        if isinstance(bound, Tensor):
+            return bound.expand(shape)
+        return torch.full(shape, bound, dtype=torch.int64, device=at.i.device)
+
+    starts, order = torch.stack([column(start) for start, _ in pairs], -1).sort(-1)
+    stops = torch.stack([column(maximum(start, stop)) for start, stop in pairs], -1)
+    reached = stops.gather(-1, order).cummax(-1).values
+    lows: list[int | Tensor] = [-UNBOUNDED, *reached.unbind(-1)]
+    highs: list[int | Tensor] = [*starts.unbind(-1), UNBOUNDED]
+    return list(zip(lows, highs, strict=True))
+
+
 def intersect(left: list[Pair], right: list[Pair]) -> list[Pair]:
     return [(maximum(s, t), minimum(e, f)) for s, e in left for t, f in right]
 
@@ -197,6 +220,10 @@ class _Binary(Mask):
     def is_exact(self) -> bool:
         return self.left.is_exact and self.right.is_exact
 
+    @property
+    def has_predicate(self) -> bool:
+        return self.left.has_predicate or self.right.has_predicate
+
     def lowered(self, B: int, H: int, M: int, N: int, device: torch.device | str = "cpu") -> Mask:
         left = self.left.lowered(B, H, M, N, device)
         return type(self)(left, self.right.lowered(B, H, M, N, device))
@@ -206,15 +233,18 @@ class _Binary(Mask):
         flag = AND if isinstance(self, And) else OR
         return [*left[0], *right[0], flag], left[1] + right[1], left[2] + right[2]
 
-    def check_contents(self, B: int, H: int) -> None:
-        self.left.check_contents(B, H)
-        self.right.check_contents(B, H)
+    def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
+        self.left.check_contents(B, H, reads=reads)
+        self.right.check_contents(B, H, reads=reads)
 
 
 @dataclass(frozen=True, eq=False)
 class And(_Binary):
     def intervals(self, at: Index) -> list[Pair]:
-        return intersect(self.left.intervals(at), self.right.intervals(at))
+        left, right = self.left.intervals(at), self.right.intervals(at)
+        if self.is_exact and len(left) * len(right) > len(left) + len(right) + 3:
+            return complement(self.hidden_intervals(at), at)
+        return intersect(left, right)
 
     def hidden_intervals(self, at: Index) -> list[Pair]:
         return self.left.hidden_intervals(at) + self.right.hidden_intervals(at)
@@ -229,6 +259,8 @@ class Or(_Binary):
         return self.left.intervals(at) + self.right.intervals(at)
 
     def hidden_intervals(self, at: Index) -> list[Pair]:
+        if self.is_exact:
+            return complement(self.intervals(at), at)
         return intersect(self.left.hidden_intervals(at), self.right.hidden_intervals(at))
 
     def visible(self, at: Index) -> Tensor:
@@ -242,6 +274,10 @@ class Not(Mask):
     @property
     def is_exact(self) -> bool:
         return self.inner.is_exact
+
+    @property
+    def has_predicate(self) -> bool:
+        return self.inner.has_predicate
 
     def __invert__(self) -> Mask:
         return self.inner
@@ -262,8 +298,8 @@ class Not(Mask):
         flags, ints, tensors = self.inner.lower()
         return [*flags, NOT], ints, tensors
 
-    def check_contents(self, B: int, H: int) -> None:
-        self.inner.check_contents(B, H)
+    def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
+        self.inner.check_contents(B, H, reads=reads)
 
 
 # ---------------------------------------------------------------- leaves

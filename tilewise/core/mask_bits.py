@@ -65,7 +65,7 @@ class Bits(Leaf):
             seen = seen | ((kind > 1) & (((words >> (column % _WORD)) & 1) == 1))
         return seen & inside
 
-    def check_contents(self, B: int, H: int) -> None:
+    def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
         check_table("blocks", self.kinds, B, H)
 
 
@@ -78,6 +78,10 @@ class Function(Leaf):
     @property
     def is_exact(self) -> bool:
         return False
+
+    @property
+    def has_predicate(self) -> bool:
+        return True
 
     def visible(self, at: Index) -> Tensor:
         assert at.j is not None

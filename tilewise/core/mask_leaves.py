@@ -81,7 +81,7 @@ class BatchShiftedWindow(Window):
     def position(self, at: Index) -> Tensor:
         return at.position(self.offsets)
 
-    def check_contents(self, B: int, H: int) -> None:
+    def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
         _check_length("window(offset=)", self.offsets, B)
 
 
@@ -101,10 +101,10 @@ class KeyBounds(Leaf):
     def intervals(self, at: Index) -> list[Pair]:
         return [(per_batch(self.starts, at.b), per_batch(self.stops, at.b))]
 
-    def check_contents(self, B: int, H: int) -> None:
+    def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
         for tensor in (self.starts, self.stops):
-            _check_length("key lengths of a mask", tensor, B)
-            if bool((tensor < 0).any()):
+            _check_length("key_padding, left_padding or prefix", tensor, B)
+            if reads and bool((tensor < 0).any()):
                 raise ValueError(
                     "mask: lengths must not be negative, got "
                     f"{int(tensor.min())} at batch {int(tensor.argmin())}."
@@ -141,13 +141,15 @@ class Documents(Leaf):
         outside = (doc == 0) | (doc == cu.shape[-1])
         return [(low, torch.where(outside, low, high))]
 
-    def check_contents(self, B: int, H: int) -> None:
+    def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
         cu = self.cu_seqlens
         if cu.dim() == 2 and cu.shape[0] not in (1, B):
             raise ValueError(
                 f"documents: expected cu_seqlens [docs + 1] or [{B}, docs + 1], "
                 f"got {list(cu.shape)}."
             )
+        if not reads:
+            return
         if bool((cu[..., 0] != 0).any()) or bool((cu[..., 1:] < cu[..., :-1]).any()):
             raise ValueError("documents: cu_seqlens must start at 0 and never fall.")
 
@@ -195,7 +197,7 @@ class Intervals(Leaf):
         stops = torch.where(known.unsqueeze(-1), stops, starts)
         return list(zip(starts.unbind(-1), stops.unbind(-1), strict=True))
 
-    def check_contents(self, B: int, H: int) -> None:
+    def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
         check_table("intervals", self.starts, B, H)
 
 

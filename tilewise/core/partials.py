@@ -57,7 +57,7 @@ def merge(partials: Sequence[Partial]) -> Partial:
     for part, weight in zip(parts, weights, strict=True):
         share = (weight / safe_total).transpose(-1, -2).unsqueeze(-1)
         # An empty partial owns no value: whatever its buffer holds must not reach the sum.
-        value = torch.where(share == 0, torch.zeros((), dtype=lse_dtype), part.out.to(lse_dtype))
+        value = torch.where(share == 0, 0.0, part.out.to(lse_dtype))
         out = share * value if out is None else out + share * value
     assert out is not None
     return Partial(out.to(_widest([p.out for p in parts])), lse)

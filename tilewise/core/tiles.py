@@ -212,7 +212,8 @@ def key_ranges(
     """The key ranges that queries `[m0, m1)` visit, over the given batch rows and heads (all)."""
     batch = (0, 1 if positions.is_packed else positions.B) if batch is None else batch
     heads = (0, positions.H) if heads is None else heads
-    mask = mask.lowered(positions.B, positions.H, *positions.extent)
+    if mask.has_predicate:
+        mask = mask.lowered(positions.B, positions.H, *positions.extent)
     return plan_rows(mask, positions.rows(batch, heads, m), positions.N, block_n).ranges
 
 
@@ -224,7 +225,8 @@ def tile_map(mask: Mask, positions: Positions, block_m: int, block_n: int) -> Te
     """
     M, N = positions.M, positions.N
     device = positions.host_device
-    mask = mask.lowered(positions.B, positions.H, *positions.extent, device)
+    if mask.has_predicate:
+        mask = mask.lowered(positions.B, positions.H, *positions.extent, device)
     batch = (0, 1 if positions.is_packed else positions.B)
     n0 = torch.arange(0, N, block_n, device=device)
     n1 = (n0 + block_n).clamp(max=N)

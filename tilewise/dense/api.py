@@ -58,12 +58,15 @@ def attention(
         sinks: `[H]`, one extra logit per head in the denominator only. Has a gradient.
         dropout_p: in [0, 1), the share of probabilities dropped; 0 means no dropout. The bits
             come from torch's generator by way of Philox (see `tilewise.core.philox`).
-        deterministic: ask for bitwise equal gradients from run to run.
+        deterministic: ask for bitwise equal gradients from run to run. Every backend of this
+            version gives them anyway.
         backend: "auto", "tiled", "reference"; a named one never falls back.
     Returns: `[B, M, H, E]` in q's dtype. A query that sees no key gives 0 and has gradient 0.
     Raises: ValueError for arguments that do not fit, NotImplementedError for what no chosen
         backend can do; before anything is read or written.
-    Cost: 4 B H M N D flops over the visible tiles, backward 2.5 times that; O(B H M) extra memory.
+    Cost: 4 B H M N D flops over the visible tiles, backward 2.5 times that. Extra memory: an lse
+        `[B, H, M]` and a few tiles; backward, fp32 buffers of dq, dk and dv. Where a bias, slopes
+        or sinks learn, out is kept in fp32 too.
     Deterministic: forward always; backward always on "tiled".
     Source: FlashAttention-2 (arXiv 2307.08691); the oracle is
         `tilewise.dense.reference.attention_reference`.
@@ -100,8 +103,10 @@ def attention_partial(
             `[B]` integer tensor. Where either is given, query m stands at key position
             `q_start + m` (plus the mask's own offset) and masks and dropout count from the starts;
             bias is indexed from the piece's own corner.
+        sinks: belong to exactly one of the pieces that will be merged.
     Returns: `Partial(out [B, M, H, E], lse [B, H, M])`. Both are differentiable. A row that sees
         no key has out 0 and lse `-inf` (the sink's logit where there is one).
+    Raises, Cost, Deterministic, Source: as `attention`.
     """
     terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p)
     placement = {"q_start": q_start, "k_start": k_start}
@@ -146,6 +151,10 @@ def attention_varlen(
             `[B, H, longest query, longest key]`.
     Returns: `[T, H, E]`. Rows past `cu_seqlens_q[-1]` or past a used length are 0; what stands
         there in q, k, v reaches no output and no gradient.
+    Raises: ValueError as `attention`, and for lengths that do not start at 0, fall, or go past
+        what is stored. Contents of GPU tensors are read only with TILEWISE_CHECK=1 in the
+        environment, since reading them waits for the GPU.
+    Cost, Deterministic, Source: as `attention`.
     """
     terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p)
     placement = {
@@ -186,6 +195,7 @@ def attention_varlen_partial(
     """`attention_varlen` as a piece: `Partial(out [T, H, E], lse [H, T])`, both differentiable.
 
     out_dtype, q_start and k_start as in `attention_partial`; the starts count inside documents.
+    Raises, Cost, Deterministic, Source: as `attention_varlen`.
     """
     terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p)
     placement = {
@@ -238,7 +248,8 @@ def attention_partial_backward(
     """Gradients of one piece of a larger softmax, added into buffers that the caller owns.
 
     `P = exp(scores - lse)`, `dS = P (dout v^T - delta)`; `dv += P^T dout`, `dq += scale dS k`,
-    `dk += scale dS^T q`. Ring attention, split keys and chunked training are made of this.
+    `dk += scale dS^T q`. Ring attention, split keys and chunked training are made of this. Sinks
+    need nothing here, since lse holds them; a bias and dropout are not covered.
 
     Args:
         dout: `[B, M, H, E]` (packed `[T, H, E]`), the gradient of the final out.
@@ -248,6 +259,8 @@ def attention_partial_backward(
         dq, dk, dv: fp32 (fp64 for fp64 inputs), shaped as q, k, v; added to, never overwritten.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: of a packed piece.
     Raises: as `attention_partial`.
+    Cost: 10 B H M N D flops over the visible tiles; a few tiles of extra memory.
+    Deterministic: always.
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
     op = "attention_partial_backward"
@@ -261,8 +274,8 @@ def attention_partial_backward(
         "k_start": k_start,
     }
     arguments = check_call(op, q, k, v, mask, terms, placement)
-    choice = _choose(op, q, backend)
-    if choice.name == "reference":
+    name = _choose(op, backend)
+    if name == "reference":
         raise NotImplementedError(
             f"{op}: the reference backend differentiates by autograd and owns no buffers; "
             "use backend='tiled'."
@@ -282,7 +295,7 @@ def attention_partial_backward(
         if tensors[name].dtype != wide:
             raise ValueError(f"{op}: {name} must be {wide}, got {tensors[name].dtype}.")
     torch.ops.tilewise.attention_bwd_into(
-        dq, dk, dv, dout, lse, delta, q, k, v, *arguments._replace(backend=choice.name)
+        dq, dk, dv, dout, lse, delta, q, k, v, *arguments._replace(backend=name)
     )
 
 
@@ -293,19 +306,31 @@ def explain_backend(
 
     Args:
         q, k, v, backend, options: as the call would get them.
+    Returns: a `BackendChoice`: the name, the reason, and why the others were not taken.
     Raises: as the call would.
     """
     names = ("scale", "softcap", "alibi_slopes", "bias", "sinks", "dropout_p")
     values = {name: options.pop(name, 0.0 if name == "dropout_p" else None) for name in names}
-    mask = options.pop("mask", _FULL)
+    mask, out_dtype = options.pop("mask", _FULL), options.pop("out_dtype", None)
     options.pop("deterministic", None)
     for name in options:
         if name not in PLACEMENT:
             raise TypeError(f"explain_backend: no call of attention knows the argument {name!r}.")
+    check_are_tensors("attention", {"q": q, "k": k, "v": v})
+    q, k, v = _autocast(q, k, v)
     arguments = check_call("attention", q, k, v, mask, _terms(**values), options)
-    choice = _choose("attention", q, backend)
+    name, where = _choose("attention", backend), describe_device(q.device)
+    if backend != "auto":
+        choice = BackendChoice(name, f"named by the caller, on {where}")
+    else:
+        choice = BackendChoice(
+            name,
+            f"plain torch tiles run on any device, here {where}",
+            {"reference": "the O(M N) oracle runs only when it is named"},
+        )
     piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
-    if choice.name == "tiled" and torch_flash.is_same_piece(piece, q.dtype):
+    hands_over = name == "tiled" and torch_flash.is_enabled()
+    if hands_over and torch_flash.is_same_piece(piece, out_dtype or q.dtype):
         handed = "this piece goes to PyTorch's fused CPU op, which computes just the same"
         return replace(choice, reason=f"{choice.reason}; {handed}")
     return choice
@@ -351,12 +376,13 @@ def _attend(
     out_dtype = q.dtype if out_dtype is None else out_dtype
     if not out_dtype.is_floating_point:
         raise ValueError(f"{op}: out_dtype must be a floating dtype, got {out_dtype}.")
-    choice = _choose(op, q, backend)
+    name = _choose(op, backend)
     if terms["dropout_p"] > 0.0:
         arguments = arguments._replace(rng=draw_rng(q.device))
-    if choice.name == "reference":
+    if name == "reference":
         return _run_reference(q, k, v, mask, arguments, out_dtype)
-    arguments = arguments._replace(backend=choice.name)
+    # Decided here, once, so that the backward does as the forward did.
+    arguments = arguments._replace(backend=name if torch_flash.is_enabled() else "tiled(own)")
     learned: tuple[Tensor | None, ...] = (q, k, v, *arguments[:3])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         if torch.compiler.is_compiling():
@@ -397,17 +423,10 @@ def _run_reference(
     return Partial(out.to(out_dtype), lse if q.dtype == torch.float64 else lse.float())
 
 
-def _choose(op: str, q: Tensor, backend: str) -> BackendChoice:
-    """The table of backends: what each can run on."""
+def _choose(op: str, backend: str) -> str:
+    """The name of the backend that runs a call; every one runs on every device in this version."""
     check_backend_name(op, backend, BACKENDS)
-    where = describe_device(q.device)
-    if backend != "auto":
-        return BackendChoice(backend, f"named by the caller, on {where}")
-    return BackendChoice(
-        "tiled",
-        f"plain torch tiles run on any device, here {where}",
-        {"reference": "the O(M N) oracle runs only when it is named"},
-    )
+    return "tiled" if backend == "auto" else backend
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,12 +68,15 @@ def check_call(
         dropout_p=float(terms["dropout_p"]),
         backend="",
     )
-    positions = arguments.positions(q, k)
-    lowered = (
-        mask if mask.is_exact else mask.lowered(dims["B"], dims["H"], *positions.extent, q.device)
-    )
-    flags, ints, tensors = lowered.lower()
-    # A mask built from a list lives on the CPU; its few lengths follow q.
+    if mask.has_predicate:
+        extent = arguments.positions(q, k).extent
+        mask = mask.lowered(dims["B"], dims["H"], *extent, q.device)
+    flags, ints, tensors = mask.lower()
+    # A mask built from a list lives on the CPU. It is read before its few lengths follow q to
+    # another device; on the CPU the op reads it, compiled or not.
+    moves = q.device.type != "cpu" and not torch.compiler.is_compiling()
+    reads = moves and all(t.device.type == "cpu" for t in tensors)
+    mask.check_contents(dims["B"], dims["H"], reads=reads)
     tensors = [t.to(q.device, non_blocking=True) if t.device.type == "cpu" else t for t in tensors]
     check_same_device(op, {"q": q, **{f"mask tensor {i}": t for i, t in enumerate(tensors)}})
     return arguments._replace(mask_flags=flags, mask_ints=ints, mask_tensors=tensors)
@@ -91,7 +94,10 @@ def _check_tensors(
     tensors = {"q": q, "k": k, "v": v}
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
     tensors |= {name: placement[name] for name in lengths if placement.get(name) is not None}
-    check_are_tensors(op, tensors)
+    if placement.get("cu_seqlens_k") is not None and "cu_seqlens_q" not in tensors:
+        raise ValueError(f"{op}: cu_seqlens_k needs cu_seqlens_q, got None.")
+    named = {name: terms[name] for name in ("alibi_slopes", "bias", "sinks")}
+    check_are_tensors(op, tensors | {n: x for n, x in named.items() if x is not None})
     if "cu_seqlens_q" in tensors:
         dims = check_shapes(op, tensors, q="T H D", k="S G D", v="S G E", cu_seqlens_q="B+1")
         dims["B"] = dims["B+1"] - 1
@@ -172,8 +178,8 @@ def _check_max_seqlens(op: str, placement: dict[str, Any]) -> list[int]:
     if given == [None, None]:
         return []
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
-        if value is not None and value < 0:
-            raise ValueError(f"{op}: {name} must not be negative, got {value}.")
+        if value is not None and (isinstance(value, float) or value < 0):
+            raise ValueError(f"{op}: {name} must be an int >= 0, got {value}.")
     return [-1 if value is None else int(value) for value in given]
 
 
@@ -185,10 +191,9 @@ def _check_starts(
         return [], []
     given: list[int | Tensor] = [0 if start is None else start for start in starts]
     if not any(isinstance(start, Tensor) for start in given):
-        ints = [int(start) for start in given]
-        if min(ints) < 0:
-            raise ValueError(f"{op}: q_start and k_start must not be negative, got {ints}.")
-        return ints, []
+        if any(isinstance(start, float) or start < 0 for start in given):
+            raise ValueError(f"{op}: q_start and k_start must be ints >= 0, got {given}.")
+        return [start for start in given if not isinstance(start, Tensor)], []
     tensors = []
     for name, start in zip(("q_start", "k_start"), given, strict=True):
         if not isinstance(start, Tensor):

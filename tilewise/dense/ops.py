@@ -44,6 +44,7 @@ _library.define(
 class Arguments(NamedTuple):
     """What `_REST` declares, in its order: everything but q, k and v.
 
+    backend is "tiled", or "tiled(own)" where nothing is handed to PyTorch's fused op.
     starts is `[]`, or `[q_start, k_start]` for a piece; `start_tensors` are the same per batch
     row. max_seqlens is `[]` or `[q, k]`, with -1 for what was not given.
     """
@@ -122,11 +123,11 @@ def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor,
     arguments, out_dtype = Arguments(*rest[:-1]), rest[-1]
     piece = arguments.piece(q, k, v)
     match arguments.backend:
-        case "tiled":
+        case "tiled" | "tiled(own)":
             from .tiled_forward import attention_fwd
         case name:
             raise ValueError(f"attention: the registered op has no backend {name!r}.")
-    out, lse = attention_fwd(piece.as_batch(), out_dtype)
+    out, lse = attention_fwd(piece.as_batch(), out_dtype, hands_over=arguments.backend == "tiled")
     return (out, lse) if q.dim() == 4 else (out.squeeze(0), lse.squeeze(0))
 
 
@@ -137,12 +138,15 @@ def _attention_bwd(
     from .tiled_backward import attention_gradients
 
     arguments, wanted = Arguments(*rest[:-1]), rest[-1]
-    piece = arguments.piece(q, k, v)
+    piece, hands_over = arguments.piece(q, k, v), arguments.backend == "tiled"
     if q.dim() == 4:
-        return tuple(attention_gradients(piece, (dout, dlse), (out, lse), wanted))
+        upstream, result = (dout, dlse), (out, lse)
+        return tuple(attention_gradients(piece, upstream, result, wanted, hands_over=hands_over))
     dout, out, lse = (x.unsqueeze(0) for x in (dout, out, lse))
     dlse = None if dlse is None else dlse.unsqueeze(0)
-    gradients = attention_gradients(piece.as_batch(), (dout, dlse), (out, lse), wanted)
+    gradients = attention_gradients(
+        piece.as_batch(), (dout, dlse), (out, lse), wanted, hands_over=hands_over
+    )
     return (*(x.squeeze(0) for x in gradients[:3]), *gradients[3:])
 
 
@@ -168,6 +172,9 @@ def check_contents(arguments: Arguments, piece: Piece) -> None:
         return
     piece.mask.check_contents(positions.B, positions.H)
     limits = arguments.max_seqlens or [-1, -1]
+    for name, start in zip(("q_start", "k_start"), arguments.start_tensors, strict=False):
+        if bool((start < 0).any()):
+            raise ValueError(f"attention: {name} must not be negative, got {start.tolist()[:8]}.")
     for side, stored, used, limit, total in (
         ("q", positions.cu_seqlens_q, positions.seqused_q, limits[0], positions.M),
         ("k", positions.cu_seqlens_k, positions.seqused_k, limits[1], positions.N),
@@ -314,18 +321,19 @@ class Attention(torch.autograd.Function):
                 *ctx.scalars, ctx.wanted,
             )  # fmt: skip
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            gradients = _FirstDerivative.apply(q, k, v, *gradients)
+            inputs = (dout, dlse, q, k, v, bias, slopes, sinks)
+            gradients = _FirstDerivative.apply(len(inputs), *inputs, *gradients)
         wanted = (True, True, True, *ctx.wanted)
         kept = (g if want else None for g, want in zip(gradients, wanted, strict=True))
         return *kept, None, None, None
 
 
 class _FirstDerivative(torch.autograd.Function):
-    """Marks gradients as functions of q, k, v whose own derivative is refused, not taken for 0."""
+    """Marks gradients as functions of their inputs whose own derivative is refused, not 0."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *gradients: Tensor) -> Any:
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
+    def forward(ctx: Any, n_inputs: int, *tensors: Tensor | None) -> Any:
+        return tuple(x.view_as(x) for x in tensors[n_inputs:] if x is not None)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,23 +122,28 @@ class Tile:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """fp32 products stay fp32 where the user's setting would let matmuls round to tf32 or bf16."""
-    setting = torch.get_float32_matmul_precision()
-    if setting == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
+    """fp32 products stay fp32 where the user's setting would let matmuls round to tf32 or bf16.
+
+    The setting belongs to the process: a thread whose own products run meanwhile gets them in fp32.
+    """
+    backends: Any = torch.backends
+    matmuls = (backends.cuda.matmul, backends.mkldnn.matmul)
+    lowered = [(m, m.fp32_precision) for m in matmuls if m.fp32_precision not in ("none", "ieee")]
+    for matmul, _ in lowered:
+        matmul.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(setting)
+        for matmul, setting in lowered:
+            matmul.fp32_precision = setting
 
 
 def cut(piece: Piece) -> Iterator[Tile]:
     """The tiles of a call: lanes so many at a time that a score tile has <= TILE_ELEMENTS."""
     (B, M), (N, G), group = piece.q.shape[:2], piece.k.shape[1:3], piece.group
     m = min(M, BLOCK_M)
-    n = min(N, BLOCK_N)
+    # A tile of few keys still holds its rows of q, out and their gradients.
+    n = max(min(N, BLOCK_N), piece.q.shape[-1], piece.v.shape[-1])
     # Many query heads on one kv head: fewer rows of each.
     while m > 8 and group * m * n > TILE_ELEMENTS:
         m //= 2
@@ -238,10 +243,12 @@ class ScoreTile:
     def is_packed(self) -> bool:
         return self.piece.positions.is_packed
 
-    def scores(self, q: Tensor, k: Tensor, n0: int, n1: int) -> Tensor:
+    def scores(
+        self, q: Tensor, k: Tensor, n0: int, n1: int, *, capped: Tensor | None = None
+    ) -> Tensor:
         """`[L, r m, n]` scores in the call's units from q `[L, r m, D]` and k `[L, n, D]`.
 
-        With a softcap, tanh(s / c) is left in the workspace as "capped" for the backward.
+        capped: takes tanh(s / c) of a softcap c, which the backward needs.
         """
         terms, view = self.terms, (*self.tile.shape, n1 - n0)
         s = self.space.take("scores", q.shape[0], q.shape[1], n1 - n0)
@@ -249,7 +256,8 @@ class ScoreTile:
         torch.baddbmm(s, q, k.transpose(1, 2), beta=0.0, alpha=factor, out=s)
         if terms.softcap is not None:
             s.tanh_()
-            self.space.take("capped", *s.shape).copy_(s)
+            if capped is not None:
+                capped.copy_(s)
             s.mul_(terms.softcap)
         if terms.bias is not None:
             s.view(view).add_(self.bias_tile(terms.bias, n0, n1).to(s.dtype))

@@ -41,16 +41,20 @@ def attention_gradients(
     upstream: tuple[Tensor, Tensor | None],
     result: tuple[Tensor, Tensor],
     wanted: list[bool],
+    *,
+    hands_over: bool,
 ) -> list[Tensor]:
     """Gradients of q, k, v, bias, slopes and sinks, in their dtypes; empty where not wanted.
 
     Args:
         upstream: dout `[B, M, H, E]`, and dlse `[B, H, M]` or None. result: out and lse.
-        wanted: whether bias, slopes and sinks need one.
+        wanted: whether bias, slopes and sinks need one. hands_over: as in the forward.
     """
     (dout, dlse), (out, lse), terms, dtype = upstream, result, piece.terms, piece.accumulator
-    if dlse is None and torch_flash.is_same_piece(piece, out.dtype):
-        return [*torch_flash.backward(piece, dout, out, lse), *(lse.new_empty(0) for _ in wanted)]
+    if hands_over and dlse is None and torch_flash.is_same_piece(piece, out.dtype):
+        with full_precision():
+            dq, dk, dv = torch_flash.backward(piece, dout, out, lse)
+        return [dq, dk, dv, *(lse.new_empty(0) for _ in wanted)]
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
     if dlse is not None:
         delta = delta - dlse
@@ -121,7 +125,10 @@ def _backward_tile(
             visibility = Visibility.of(plan, tile, n0, n1)
             k_tile, v_tile = visibility.clean_keys(k_tile), visibility.clean_keys(v_tile)
             q_seen, do_seen = visibility.clean_rows(q_tile), visibility.clean_rows(do_tile)
-        s = score.scores(q_seen, k_tile, n0, n1)
+        capped = None
+        if terms.softcap is not None:
+            capped = space.take("capped", *q_tile.shape[:2], n1 - n0)
+        s = score.scores(q_seen, k_tile, n0, n1, capped=capped)
         if visibility is not None:
             visibility.hide(s, tile, float("-inf"))
         p = units.exp(s.sub_(shift), out=s)
@@ -142,8 +149,7 @@ def _backward_tile(
             # P is 0 there, but delta of a row that nobody owns may be NaN.
             visibility.hide(ds, tile, 0.0)
         _add_term_gradients(score, ds, n0, n1, gradients)
-        if terms.softcap is not None:
-            capped = space.take("capped", *ds.shape)
+        if capped is not None:
             ds.sub_(capped.square_().mul_(ds))
         torch.baddbmm(dq, ds, k_tile, alpha=terms.scale, out=dq)
         dk = space.take("dk", *k_tile.shape)
@@ -219,8 +225,9 @@ def _add_term_gradients(
         elif not score.is_packed:
             gradients.dslopes[score.tile.b0 : score.tile.b1, heads] -= per_row.sum(-1)
         else:
-            documents = score.rows.b.flatten()
-            gradients.dslopes[:, heads].index_add_(0, documents, per_row[0].T, alpha=-1)
+            b, h = score.rows.b[..., 0], score.rows.h[..., 0]
+            place = b * gradients.dslopes.shape[1] + h
+            _add_at(gradients.dslopes, place.expand(per_row.shape), -per_row)
 
 
 def _add_bias_gradient(score: ScoreTile, ds: Tensor, n0: int, n1: int, dbias: Tensor) -> None:
@@ -233,10 +240,16 @@ def _add_bias_gradient(score: ScoreTile, ds: Tensor, n0: int, n1: int, dbias: Te
     for x, size in zip(index, dbias.shape, strict=True):
         assert isinstance(x, Tensor)
         flat = flat * size + x
-    flat = flat.expand(ds.shape).reshape(-1)
-    # Both add repeated places in one fixed order: index_add_ of 1-d tensors runs serially on the
-    # CPU; index_put_ sorts on CUDA.
-    if ds.device.type == "cpu":
-        dbias.view(-1).index_add_(0, flat, ds.reshape(-1))
+    _add_at(dbias, flat.expand(ds.shape), ds)
+
+
+def _add_at(target: Tensor, places: Tensor, values: Tensor) -> None:
+    """Add values at flat places of a contiguous target, repeated ones in one fixed order.
+
+    index_add_ of 1-d tensors runs serially on the CPU; index_put_ sorts on CUDA.
+    """
+    flat, places, values = target.view(-1), places.reshape(-1), values.reshape(-1)
+    if values.device.type == "cpu":
+        flat.index_add_(0, places, values)
     else:
-        dbias.view(-1).index_put_((flat,), ds.reshape(-1), accumulate=True)
+        flat.index_put_((places,), values, accumulate=True)

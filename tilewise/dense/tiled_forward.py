@@ -24,10 +24,16 @@ from .tiled import (
 )
 
 
-def attention_fwd(piece: Piece, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out `[B, M, H, E]` and lse `[B, H, M]` of a padded piece. Nothing is checked here."""
-    if torch_flash.is_same_piece(piece, out_dtype):
-        return torch_flash.forward(piece)
+def attention_fwd(
+    piece: Piece, out_dtype: torch.dtype, *, hands_over: bool
+) -> tuple[Tensor, Tensor]:
+    """out `[B, M, H, E]` and lse `[B, H, M]` of a padded piece. Nothing is checked here.
+
+    hands_over: whether PyTorch's fused op may compute what it computes just the same.
+    """
+    if hands_over and torch_flash.is_same_piece(piece, out_dtype):
+        with full_precision():
+            return torch_flash.forward(piece)
     (B, M, H, _), E = piece.q.shape, piece.v.shape[-1]
     out = torch.empty(B, M, H, E, dtype=out_dtype, device=piece.q.device)
     lse = torch.empty(B, H, M, dtype=piece.accumulator, device=piece.q.device)

@@ -33,12 +33,19 @@ def disabled() -> Iterator[None]:
         _is_enabled.reset(token)
 
 
+def is_enabled() -> bool:
+    """False inside `disabled()`; a call asks once, so that its backward does as its forward.
+
+    A compiled call always may: torch.compile does not trace context variables.
+    """
+    return torch.compiler.is_compiling() or _is_enabled.get()
+
+
 def is_same_piece(piece: Piece, out_dtype: torch.dtype) -> bool:
     """Whether the fused op would compute just this piece."""
     q, k, v, M, N = piece.q, piece.k, piece.v, piece.positions.M, piece.positions.N
     return (
-        _is_enabled.get()
-        and q.device.type == "cpu"
+        q.device.type == "cpu"
         and q.dtype in _DTYPES
         and out_dtype == q.dtype
         and (type(piece.mask) is Full or (_is_causal(piece.mask) and M == N))
