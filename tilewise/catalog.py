@@ -16,7 +16,7 @@ class Op:
 
     public: the function users call. run, exact, eager: its three forms on a `Case`.
     floors: the fp32 rounding of what cancels in its gradients. cases: `(op, dtype, device)` to a
-    list of `Case`. has_lse: which outputs are log-sum-exps, by name.
+    list of `Case`. backends: those that `run` is verified on.
     """
 
     name: str

@@ -240,7 +240,7 @@ def render() -> str:
         "# Cases from the field",
         "",
         "Failures that people reported of attention libraries, and what stands here against each.",
-        "The numbers are those of Tilewise's list of cases; a test carries its number in its name,",
+        "Each failure has a number here; a test carries its number in its name,",
         "as in `tests/cases/test_varlen.py::test_c001_varlen_causal_backward_few_keys`. Written by",
         "`python -m tests.cases.index`.",
         "",

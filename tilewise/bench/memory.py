@@ -75,7 +75,8 @@ def available_bytes(device: torch.device) -> int:
 def resident_extra_bytes(peer: str, case: Case, threads: int) -> int | None:
     """How much the resident set of a fresh process grows at its peak in one call; CPU only.
 
-    None where the system keeps no mark that can be reset (anything but Linux).
+    None where the system keeps no mark that can be reset (anything but Linux), or where the
+    process was ended, as the kernel does when memory runs out.
     """
     question = {"peer": peer, "threads": threads, "case": _as_json(case)}
     done = subprocess.run(
@@ -85,6 +86,8 @@ def resident_extra_bytes(peer: str, case: Case, threads: int) -> int | None:
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
+    if done.returncode < 0:
+        return None
     if done.returncode != 0:
         raise RuntimeError(f"the process that measures memory failed: {done.stderr.strip()}")
     answer: int | None = json.loads(done.stdout)

@@ -11,7 +11,7 @@ from .options import EXTRAS, INSTALL_EXTRAS, add_json, missing_extras
 if TYPE_CHECKING:
     import torch
 
-# Backends that the design names and this version does not bring.
+# Backends that are to come and that this version does not bring.
 _TO_COME = {
     "triton": "Triton kernels for any GPU are not in this version",
     "hopper": "Gluon kernels for sm_90 GPUs are not in this version",

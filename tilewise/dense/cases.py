@@ -34,10 +34,7 @@ _SHAPE: Shape = (2, 67, 149, 6, 2, 16, 16)
 
 @dataclass(frozen=True)
 class Recipe:
-    """One case before its tensors are drawn. shape: B, M, N, H, G, D, E.
-
-    mask and tensors may be functions of the device and of a draw `draw(*shape)`.
-    """
+    """One case before its tensors are drawn. shape: B, M, N, H, G, D, E; tensors: their shapes."""
 
     name: str
     shape: Shape = _SHAPE

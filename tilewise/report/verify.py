@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,17 +24,6 @@ class VerifyRow:
     backend: str
     dtype: torch.dtype
     report: BudgetReport
-
-
-def verify_op(
-    op: Op, dtype: torch.dtype, device: torch.device, backend: str
-) -> Iterator[list[VerifyRow]]:
-    """Verify every case of an op; yields the rows of a case as soon as it is done."""
-    for case in op.load("cases")(op.name, dtype, device):
-        yield [
-            VerifyRow(op.name, case.name, backend, dtype, report)
-            for report in verify_case(op, case, backend)
-        ]
 
 
 def verify_case(op: Op, case: Any, backend: str) -> list[BudgetReport]:
@@ -75,7 +65,11 @@ def verify_case(op: Op, case: Any, backend: str) -> list[BudgetReport]:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill every new buffer with NaN, so that what is not written shows."""
+    """Fill every new buffer with NaN, so that what is not written shows.
+
+    torch does so in its deterministic mode, in which cuBLAS wants a workspace of fixed size.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     was_on = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
