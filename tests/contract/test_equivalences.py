@@ -231,3 +231,47 @@ def test_tile_sizes_do_not_change_dropout(monkeypatch: pytest.MonkeyPatch) -> No
     for other in outs[1:]:
         for x, y in zip(other, outs[0], strict=True):
             assert_same(x, y)
+
+
+LARGEST = torch.iinfo(torch.int64).max
+WIDE_MASKS = {
+    "key_padding": tw.key_padding(LARGEST),
+    "prefix": tw.prefix(LARGEST),
+    "intervals": tw.intervals(torch.zeros(67, 1).long(), torch.full((67, 1), LARGEST)),
+    "chunked": tw.chunked(LARGEST),
+    "causal(offset)": tw.causal(offset=LARGEST),
+    "causal(offset tensor)": tw.causal(offset=torch.tensor(LARGEST)),
+    "window": tw.window(LARGEST, LARGEST),
+}
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("mask", WIDE_MASKS.values(), ids=WIDE_MASKS.keys())
+def test_the_widest_masks_are_full_padded_and_packed(mask: tw.Mask, backend: str) -> None:
+    q, k, v = (x.detach() for x in qkv(1, 67, 67, 4, 2, 16, 8))
+    assert_same(
+        tw.attention(q, k, v, mask=mask, backend=backend), tw.attention(q, k, v, softcap=None)
+    )
+    packed = {"cu_seqlens_q": torch.tensor([0, 20, 67])}
+    got = tw.attention_varlen(q[0], k[0], v[0], mask=mask, backend=backend, **packed)
+    assert_same(got, tw.attention_varlen(q[0], k[0], v[0], **packed))
+
+
+def test_no_document_and_no_length() -> None:
+    p = torch.randn(5, 2, 4)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    out = tw.attention_varlen(p, p, p, cu_seqlens_q=torch.tensor([0]), mask=tw.key_padding(nothing))
+    assert torch.equal(out, torch.zeros_like(p))
+
+
+def test_an_empty_row_gives_the_sink_dlse_alone() -> None:
+    q = torch.randn(1, 8, 2, 4)
+    sinks = torch.randn(2, requires_grad=True)
+    out, lse = tw.attention_partial(q, q, q, mask=tw.key_padding(0), sinks=sinks)
+    torch.autograd.backward([out, lse], [torch.full_like(out, torch.nan), torch.ones_like(lse)])
+    assert torch.equal(sinks.grad, torch.full((2,), 8.0))
+
+
+def test_a_mask_has_no_truth_value() -> None:
+    with pytest.raises(TypeError, match="no truth value"):
+        bool(tw.causal())

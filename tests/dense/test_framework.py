@@ -251,3 +251,49 @@ def test_explain_backend_casts_as_the_call_does() -> None:
         assert "fused" not in tw.explain_backend(x, x.bfloat16(), x).reason
     with pytest.raises(TypeError, match="causal"):
         tw.explain_backend(x, x, x, causal=True)
+
+
+# torch.func.jvp imports scripted decompositions of its own.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_forward_mode_raises_on_tiled_and_works_on_the_reference() -> None:
+    x, tangent = torch.randn(1, 8, 2, 4), torch.randn(1, 8, 2, 4)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: tw.attention(q, x, x), (x,), (tangent,))
+    _, moved = torch.func.jvp(
+        lambda q: tw.attention(q, x, x, backend="reference"), (x,), (tangent,)
+    )
+    assert bool(moved.abs().max() > 0)
+
+
+def test_a_mask_met_in_inference_mode_serves_training() -> None:
+    q, k, v = qkv()
+    predicate = tw.from_function(lambda b, h, m, n: (m + n) % 3 != 0)
+    with torch.inference_mode():
+        padding = tw.key_padding([5, 7])
+        tw.attention(q.detach(), k.detach(), v.detach(), mask=predicate)
+    tw.attention(q, k, v, mask=predicate & padding).sum().backward()
+    assert q.grad is not None
+
+
+def test_invert_traces() -> None:
+    q, k, v = (x.detach() for x in qkv())
+    compiled = torch.compile(
+        lambda q, k, v: tw.attention(q, k, v, mask=tw.window(2, 0).invert()),
+        fullgraph=True,
+        backend="eager",
+    )
+    assert torch.equal(compiled(q, k, v), tw.attention(q, k, v, mask=~tw.window(2, 0)))
+
+
+@pytest.mark.parametrize("setting", ["tf32", "ieee"])
+def test_the_newer_precision_setting_neither_matters_nor_changes(setting: str) -> None:
+    inputs = [torch.randn(1, 20, 4, 8) for _ in range(3)]
+    expected = tw.attention(*inputs, softcap=3.0)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = setting
+    try:
+        assert torch.equal(tw.attention(*inputs, softcap=3.0), expected)
+        assert matmul.fp32_precision == setting
+    finally:
+        matmul.fp32_precision = before

@@ -30,6 +30,7 @@ LEVEL = {
     "report": 5,
     "bench": 5,
     "cli": 6,
+    "__main__": 7,
 }
 # Narrower than the level says.
 ONLY = {"linear": {"core", "kernels"}, "catalog": {"core"}}

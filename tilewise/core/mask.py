@@ -14,15 +14,19 @@ their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import wraps
+from typing import ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 Offset = int | Tensor | None
 Pair = tuple[int | Tensor, int | Tensor]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # flags, ints, tensors: an expression in postfix order.
 Lowered = tuple[list[int], list[int], list[Tensor]]
@@ -51,7 +55,7 @@ class Index:
         if offset is None:
             offset = self.offset
         elif isinstance(offset, Tensor):
-            offset = per_batch(offset, self.b)
+            offset = per_batch(offset, self.b).clamp(-UNBOUNDED, UNBOUNDED)
         return self.i + offset
 
 
@@ -60,7 +64,7 @@ def per_batch(values: Tensor, b: Tensor) -> Tensor:
     values = values.to(b.device, torch.int64)
     if values.numel() == 1:
         return values.reshape(())
-    return values[b]
+    return values[b] if values.numel() else torch.zeros_like(b)
 
 
 class Mask:
@@ -81,6 +85,13 @@ class Mask:
 
     def __invert__(self) -> Mask:
         return Not(self)
+
+    def invert(self) -> Mask:
+        """`~self`, for functions that torch.compile traces: it does not trace the operator."""
+        return self.__invert__()
+
+    def __bool__(self) -> bool:
+        raise TypeError("mask: a mask has no truth value; combine masks with &, | and ~.")
 
     @property
     def has_predicate(self) -> bool:
@@ -163,6 +174,19 @@ class Mask:
 
         reads: look into the tensors too, not at their shapes alone.
         """
+
+
+def outside_inference_mode(make: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: the tensors that `make` makes serve a later training call too."""
+
+    @wraps(make)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return make(*args, **kwargs)
+        with torch.inference_mode(False):
+            return make(*args, **kwargs)
+
+    return wrapped
 
 
 def _check_operand(sign: str, other: object) -> None:

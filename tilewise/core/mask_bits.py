@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .mask import UNBOUNDED, Index, Leaf, Lowered, Mask, Pair, register_leaf
+from .mask import UNBOUNDED, Index, Leaf, Lowered, Mask, Pair, outside_inference_mode, register_leaf
 from .mask_leaves import broadcast_index, check_table
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -52,6 +52,9 @@ class Bits(Leaf):
         kinds = self.kinds.to(at.i.device)
         if kinds.numel() == 0:
             return torch.zeros_like(at.i + at.j, dtype=torch.bool)
+        on_host = at.j.device.type == self.kinds.device.type == "cpu"
+        if on_host and at.j.numel() == at.j.shape[-1] and self.block_n % _WORD == 0:
+            return self._visible_by_words(at)
         b, h = broadcast_index(kinds, at)
         rows, cols = kinds.shape[2] * self.block_m, kinds.shape[3] * self.block_n
         inside = (at.i < rows) & (at.j >= 0) & (at.j < cols)
@@ -64,6 +67,26 @@ class Bits(Leaf):
             words = self.words.to(i.device)[tile, i % self.block_m, column // _WORD]
             seen = seen | ((kind > 1) & (((words >> (column % _WORD)) & 1) == 1))
         return seen & inside
+
+    def _visible_by_words(self, at: Index) -> Tensor:
+        """The same for consecutive keys, reading each word once instead of once a bit."""
+        assert at.j is not None
+        first, count = int(at.j.flatten()[0]), at.j.numel()
+        start = first // _WORD * _WORD
+        column = torch.arange(start, first + count, _WORD).reshape(1, 1, 1, -1)
+        b, h = broadcast_index(self.kinds, at)
+        rows, cols = self.kinds.shape[2] * self.block_m, self.kinds.shape[3] * self.block_n
+        inside = (at.i < rows) & (column >= 0) & (column < cols)
+        i, j = at.i.clamp(0, rows - 1), column.clamp(0, cols - 1)
+        kind = self.kinds[b, h, i // self.block_m, j // self.block_n]
+        words = torch.where((kind == 1) & inside, -1, 0).to(torch.int32)
+        if self.words.shape[0] > 0:
+            tile = (kind - 2).clamp(min=0)
+            mixed = self.words[tile, i % self.block_m, (j % self.block_n) // _WORD]
+            words = torch.where((kind > 1) & inside, mixed, words)
+        lanes = torch.arange(_WORD, dtype=torch.int32)
+        seen = ((words.unsqueeze(-1) >> lanes) & 1).to(torch.bool).flatten(-2)
+        return seen[..., first - start : first - start + count]
 
     def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
         check_table("blocks", self.kinds, B, H)
@@ -116,6 +139,7 @@ def _call_predicate(fn: Predicate, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -
 _STRIP_ELEMENTS = 1 << 24
 
 
+@outside_inference_mode
 def _evaluate(fn: Predicate, B: int, H: int, M: int, N: int, device: torch.device | str) -> Bits:
     """Evaluate a predicate once per tile; batch and head axes stay 1 where it ignores them."""
     b = torch.arange(B, device=device).reshape(-1, 1, 1, 1)

@@ -9,7 +9,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .mask import UNBOUNDED, Index, Leaf, Mask, Offset, Pair, per_batch, register_leaf
+from .mask import (
+    UNBOUNDED,
+    Index,
+    Leaf,
+    Mask,
+    Offset,
+    Pair,
+    outside_inference_mode,
+    per_batch,
+    register_leaf,
+)
 
 Lengths = int | Tensor | Sequence[int]
 
@@ -250,9 +260,11 @@ def window(left: int | None, right: int | None, *, offset: Offset = None) -> Mas
         return BatchShiftedWindow(low, high, _integers("window(offset=)", offset))
     if isinstance(offset, float):
         raise ValueError(f"window(offset=): expected an int or a [B] tensor, got {offset}.")
+    offset = max(-UNBOUNDED, min(offset, UNBOUNDED))
     return ShiftedWindow(low, high, offset)
 
 
+@outside_inference_mode
 def documents(cu_seqlens: Tensor | Sequence[int]) -> Mask:
     """Documents packed in one row: a query sees the keys of the document it stands in.
 
@@ -266,6 +278,7 @@ def documents(cu_seqlens: Tensor | Sequence[int]) -> Mask:
     return Documents(cu)
 
 
+@outside_inference_mode
 def key_padding(lengths: Lengths) -> Mask:
     """Only the first `lengths[b]` keys are visible. Never moves the query offset.
 
@@ -276,12 +289,14 @@ def key_padding(lengths: Lengths) -> Mask:
     return KeyBounds(torch.zeros_like(stops), stops)
 
 
+@outside_inference_mode
 def left_padding(starts: Lengths) -> Mask:
     """Only keys from `starts[b]` on are visible. Never moves the query offset."""
     first = _integers("left_padding", starts)
     return KeyBounds(first, torch.full_like(first, UNBOUNDED, dtype=torch.int64))
 
 
+@outside_inference_mode
 def prefix(lengths: Lengths) -> Mask:
     """The first `lengths[b]` keys; `causal() | prefix(lengths)` is the prefix-LM mask."""
     stops = _integers("prefix", lengths)
@@ -292,7 +307,7 @@ def chunked(size: int) -> Mask:
     """Keys of the query's own chunk of `size` positions (chunked attention)."""
     if isinstance(size, float) or size <= 0:
         raise ValueError(f"chunked: size must be a positive int, got {size}.")
-    return Chunked(size)
+    return Chunked(min(size, UNBOUNDED))
 
 
 def intervals(starts: Tensor, stops: Tensor) -> Mask:

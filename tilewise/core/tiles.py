@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .mask import And, Mask, Not, Or, maximum, minimum
+from .mask import UNBOUNDED, And, Mask, Not, Or, maximum, minimum
 from .mask_bits import Bits
 from .mask_leaves import Full
 from .positions import Positions, Rows
@@ -66,6 +66,8 @@ def row_intervals(mask: Mask, rows: Rows) -> tuple[Tensor, Tensor]:
     """
 
     def column(bound: int | Tensor) -> Tensor:
+        # Lengths may be as large as their dtype holds; what is beyond storage is all the same.
+        bound = minimum(maximum(bound, -UNBOUNDED), UNBOUNDED)
         bound = minimum(maximum(bound + rows.key_base, rows.first), rows.stop)
         if isinstance(bound, Tensor):
             return bound

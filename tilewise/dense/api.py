@@ -381,6 +381,12 @@ def _attend(
         arguments = arguments._replace(rng=draw_rng(q.device))
     if name == "reference":
         return _run_reference(q, k, v, mask, arguments, out_dtype)
+    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
+        # Without this the tangents would be dropped, silently.
+        raise NotImplementedError(
+            f"{op}: forward-mode derivatives are not implemented on this backend; "
+            "backend='reference' has them."
+        )
     # Decided here, once, so that the backward does as the forward did.
     arguments = arguments._replace(backend=name if torch_flash.is_enabled() else "tiled(own)")
     learned: tuple[Tensor | None, ...] = (q, k, v, *arguments[:3])
@@ -432,7 +438,7 @@ def _choose(op: str, backend: str) -> str:
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast q, k and v go to its dtype, as torch's own matmuls do; fp64 stays."""
     device = q.device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     q, k, v = (

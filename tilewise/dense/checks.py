@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ def check_call(
     if not isinstance(mask, Mask):
         raise ValueError(
             f"{op}: mask must be a tilewise Mask such as causal() or from_function(fn), "
-            f"got {type(mask).__name__}."
+            f"got {type(mask).__name__}; numbers to add to the scores go to bias=."
         )
     scale = dims["D"] ** -0.5 if terms["scale"] is None else terms["scale"]
     _check_numbers(op, scale, terms["softcap"], terms["dropout_p"])
@@ -117,9 +116,9 @@ def _check_tensors(
             f"{op}: head dimensions must be at least 1, got D = {dims['D']} and E = {dims['E']}."
         )
     H, G = dims["H"], dims["G"]
-    if G == 0 or H % G != 0:
+    if G == 0 or H == 0 or H % G != 0:
         raise ValueError(
-            f"{op}: the query heads of q must be a multiple of the kv heads of k, "
+            f"{op}: the query heads of q must be a multiple of the kv heads of k and not 0, "
             f"got H = {H} and G = {G}."
         )
     for name, spec in (("alibi_slopes", "B H"), ("sinks", "H")):
@@ -148,10 +147,14 @@ def _check_per_batch(op: str, name: str, tensor: Tensor, B: int) -> None:
 
 def _check_numbers(op: str, scale: float, softcap: float | None, dropout_p: float) -> None:
     # Comparisons, not math.isfinite: torch.compile may hold these as symbols.
-    if not abs(scale) < math.inf:
-        raise ValueError(f"{op}: scale must be finite, got {scale}.")
-    if softcap is not None and not 0.0 < softcap < math.inf:
-        raise ValueError(f"{op}: softcap must be finite and positive, or None, got {softcap}.")
+    # Both are fp32 numbers in the kernels: what fp32 cannot hold is refused, not rounded to inf.
+    largest, smallest = 1e38, 1e-37
+    if not abs(scale) <= largest:
+        raise ValueError(f"{op}: scale must be finite and at most 1e38 in size, got {scale}.")
+    if softcap is not None and not smallest <= softcap <= largest:
+        raise ValueError(
+            f"{op}: softcap must be None or lie between 1e-37 and 1e38, got {softcap}."
+        )
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"{op}: dropout_p must lie in [0, 1), got {dropout_p}.")
 

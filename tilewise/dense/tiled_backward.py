@@ -55,7 +55,9 @@ def attention_gradients(
         with full_precision():
             dq, dk, dv = torch_flash.backward(piece, dout, out, lse)
         return [dq, dk, dv, *(lse.new_empty(0) for _ in wanted)]
-    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
+    # An out of 0 adds nothing; an empty row is all 0, and its dO may be anything.
+    products = torch.where(out == 0, 0.0, dout.to(dtype) * out.to(dtype))
+    delta = products.sum(-1).transpose(1, 2)
     if dlse is not None:
         delta = delta - dlse
     sources = [piece.q, piece.k, piece.v]

@@ -22,12 +22,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    __version__,
-    masking_utils,
-)
+
+try:
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        __version__,
+        masking_utils,
+    )
+except ImportError as error:
+    raise ImportError(
+        "tilewise.integrations.transformers needs Transformers 5.4 or later: "
+        "pip install 'transformers>=5.4'."
+    ) from error
 
 from ..core.mask import Mask
 from ..core.mask_leaves import full, intervals, window
