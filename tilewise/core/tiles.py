@@ -147,8 +147,22 @@ def plan_rows(mask: Mask, rows: Rows, N: int, block_n: int) -> RowPlan:
             seen = plan.visible(n0, n1)
             kind = FULL if bool(seen.all()) else PARTIAL if bool(seen.any()) else SKIP
         if kind != SKIP:
-            plan.ranges.append(KeyRange(n0, n1, kind == FULL))
+            _append(plan.ranges, KeyRange(n0, n1, kind == FULL), block_n)
     return plan
+
+
+def _append(ranges: list[KeyRange], new: KeyRange, block_n: int) -> None:
+    """Append a range, joined to the last one where they touch, are alike and stay a block."""
+    last = ranges[-1] if ranges else None
+    if (
+        last is not None
+        and last.stop == new.start
+        and last.is_full == new.is_full
+        and new.stop - last.start <= block_n
+    ):
+        ranges[-1] = KeyRange(last.start, new.stop, new.is_full)
+    else:
+        ranges.append(new)
 
 
 def _bit_step(mask: Mask, block_n: int) -> int:
