@@ -179,7 +179,7 @@ def test_weighed_without_times() -> None:
 def test_every_peer_is_right(mask: str, dtype: torch.dtype) -> None:
     case = Case(mask, 150, dtype, BOTH, H=2, D=16, window=40)
     asked = [peer for peer in peers.PEERS if peer.serves(case, CPU)]
-    assert len(asked) == (3 if mask == "window" else 4)
+    assert len(asked) == (3 if mask == "window" else 5)
     assert {peer.name: harness.verify(peer, case, CPU) for peer in asked} == {
         peer.name: "" for peer in asked
     }

@@ -30,7 +30,7 @@ def test_document_is_json_with_a_header_and_every_row(result: run.Result) -> Non
     assert header["matrix_product_tflops"]["float32"] > 0
     assert {"date", "cpu", "cores", "torch", "commit"} <= set(header)
     # Four dense cases with four contestants, and a window with three.
-    assert len(document["rows"]) == 4 * 4 + 3
+    assert len(document["rows"]) == 4 * 5 + 3
     assert {row["grid"] for row in document["rows"]} == {"dense", "window"}
     for row in document["rows"]:
         times = row["time_ms"]

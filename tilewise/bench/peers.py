@@ -1,7 +1,8 @@
 """The contestants: Tilewise and what a user of PyTorch would call instead, behind one adapter.
 
-Each gets q, k, v contiguous in the layout it prefers, and what depends on the mask alone is made
-before the clock starts: both in favour of the peers.
+All get the same tensors, `[B, M, H, D]` as projections give them; one that takes `[B, H, M, D]`
+gets them transposed, as models hand them over. SDPA also runs on copies in its own layout, made
+before the clock starts, in a row of its own. What depends on the mask alone is made before it too.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ class Peer:
     """One contestant.
 
     build: makes the function that attends for a case. heads_first: it takes `[B, H, M, D]`, else
-    `[B, M, H, D]`. serves: whether the case is a question for it. scores_copies: how many
-    `[B, H, M, N]` tensors it holds at once in the forward pass.
+    `[B, M, H, D]`. is_copied: it takes copies in its layout instead of views. serves: whether the
+    case is a question for it. scores_copies: how many `[B, H, M, N]` tensors it holds at once in
+    the forward pass.
     """
 
     name: str
     build: Callable[[Case, torch.device], Attend]
     heads_first: bool = True
+    is_copied: bool = False
     serves: Callable[[Case, torch.device], bool] = lambda case, device: True
     scores_copies: int = 0
     is_ours: bool = False
@@ -54,8 +57,9 @@ def bind(peer: Peer, case: Case, device: torch.device) -> Callable[[], tuple[Ten
     attend = peer.build(case, device)
     *inputs, dout = case.draw(device)
     if peer.heads_first:
-        inputs = [x.transpose(1, 2).contiguous() for x in inputs]
-        dout = dout.transpose(1, 2).contiguous()
+        inputs, dout = [x.transpose(1, 2) for x in inputs], dout.transpose(1, 2)
+    if peer.is_copied:
+        inputs, dout = [x.contiguous() for x in inputs], dout.contiguous()
     if case.direction != BOTH:
 
         def forward() -> tuple[Tensor, ...]:
@@ -146,10 +150,16 @@ PURE_TILED = Peer(
     is_ours=True,
 )
 SDPA = Peer("SDPA", _build_sdpa, serves=lambda case, device: case.mask != "window")
+COPIED_SDPA = Peer(
+    "SDPA, heads-first copies",
+    _build_sdpa,
+    is_copied=True,
+    serves=lambda case, device: case.mask != "window",
+)
 MASKED_SDPA = Peer(
     "SDPA, bool mask", _build_masked_sdpa, serves=lambda case, device: case.mask == "window"
 )
 EAGER = Peer("eager", _build_eager, scores_copies=3)
 
-PEERS = (TILEWISE, PURE_TILED, SDPA, MASKED_SDPA, EAGER)
+PEERS = (TILEWISE, PURE_TILED, SDPA, COPIED_SDPA, MASKED_SDPA, EAGER)
 BASELINES = (SDPA.name, MASKED_SDPA.name)
