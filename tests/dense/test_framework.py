@@ -221,7 +221,7 @@ def test_the_hand_off_is_decided_once_and_keeps_fp32() -> None:
     handed = tw.attention(*inputs, mask=tw.causal())
 
     def ops_of(out: Tensor) -> set[str]:
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
         return {event.key for event in profile.key_averages() if "for_cpu" in event.key}
 
@@ -297,3 +297,8 @@ def test_the_newer_precision_setting_neither_matters_nor_changes(setting: str) -
         assert matmul.fp32_precision == setting
     finally:
         matmul.fp32_precision = before
+
+
+def test_meta_tensors_have_shapes() -> None:
+    q = torch.empty(2, 8, 4, 16, device="meta")
+    assert tw.attention(q, q, q, mask=tw.causal()).shape == q.shape

@@ -153,7 +153,7 @@ class Documents(Leaf):
 
     def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
         cu = self.cu_seqlens
-        if cu.dim() == 2 and cu.shape[0] not in (1, B):
+        if cu.dim() == 2 and cu.shape[0] != B and cu.shape[0] != 1:
             raise ValueError(
                 f"documents: expected cu_seqlens [docs + 1] or [{B}, docs + 1], "
                 f"got {list(cu.shape)}."
@@ -213,7 +213,7 @@ class Intervals(Leaf):
 
 def check_table(op: str, table: Tensor, B: int, H: int) -> None:
     """Raise ValueError unless `table` is `[B or 1, H or 1, ...]`."""
-    if table.shape[0] not in (1, B) or table.shape[1] not in (1, H):
+    if any(have != want and have != 1 for have, want in zip(table.shape, (B, H), strict=False)):
         raise ValueError(
             f"mask {op}: expected [{B} or 1, {H} or 1, ...] (batch rows, query heads), "
             f"got {list(table.shape)}."
@@ -343,5 +343,6 @@ def _check_integer(op: str, tensor: Tensor) -> None:
 
 
 def _check_length(op: str, tensor: Tensor, B: int) -> None:
-    if tensor.numel() not in (1, B):
+    # Equality first: a size that comes from data is known to equal itself, but not to be 1.
+    if tensor.numel() != B and tensor.numel() != 1:
         raise ValueError(f"{op}: expected {B} entries, one a batch row, got {tensor.numel()}.")
