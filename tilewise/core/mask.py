@@ -40,14 +40,13 @@ NOT, AND, OR = 101, 102, 103
 class Index:
     """Broadcastable int64 indices of queries (b, h, i) and keys (j), with the op's offset.
 
-    `offset` is an int or a tensor that broadcasts with `i`; `j` is None where only the queries
-    are known. `sizes` are the op's (B, H), for leaves whose tensors are given per batch or head.
+    `offset` is an int or a tensor that broadcasts with `i`.
     """
 
     b: Tensor
     h: Tensor
     i: Tensor
-    j: Tensor | None
+    j: Tensor
     offset: int | Tensor
 
     def position(self, offset: Offset) -> Tensor:
@@ -111,7 +110,6 @@ class Mask:
 
     def visible(self, at: Index) -> Tensor:
         """The predicate itself, broadcast over the indices of `at`."""
-        assert at.j is not None
         seen: Tensor | None = None
         for start, stop in self.intervals(at):
             inside = (at.j >= start) & (at.j < stop)

@@ -48,7 +48,6 @@ class Bits(Leaf):
         return [(-UNBOUNDED, UNBOUNDED)]
 
     def visible(self, at: Index) -> Tensor:
-        assert at.j is not None
         kinds = self.kinds.to(at.i.device)
         if kinds.numel() == 0:
             return torch.zeros_like(at.i + at.j, dtype=torch.bool)
@@ -70,7 +69,6 @@ class Bits(Leaf):
 
     def _visible_by_words(self, at: Index) -> Tensor:
         """The same for consecutive keys, reading each word once instead of once a bit."""
-        assert at.j is not None
         first, count = int(at.j.flatten()[0]), at.j.numel()
         start = first // _WORD * _WORD
         column = torch.arange(start, first + count, _WORD).reshape(1, 1, 1, -1)
@@ -107,7 +105,6 @@ class Function(Leaf):
         return True
 
     def visible(self, at: Index) -> Tensor:
-        assert at.j is not None
         return _call_predicate(self.fn, at.b, at.h, at.i, at.j)
 
     def lowered(self, B: int, H: int, M: int, N: int, device: torch.device | str = "cpu") -> Mask:

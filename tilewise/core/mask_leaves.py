@@ -33,7 +33,6 @@ class Full(Leaf):
         return [(-UNBOUNDED, UNBOUNDED)]
 
     def visible(self, at: Index) -> Tensor:
-        assert at.j is not None
         return torch.ones_like(at.j, dtype=torch.bool)
 
 

@@ -10,6 +10,11 @@ from torch import Tensor
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def accumulator_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and statistics: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) -> dict[str, int]:
     """Bind dimension letters to sizes and raise one sentence when a tensor does not fit.
 

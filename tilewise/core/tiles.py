@@ -197,7 +197,6 @@ def _classify(mask: Mask, rows: Rows, n0: int, n1: int) -> int:
 
 def _classify_bits(mask: Bits, rows: Rows, n0: int, n1: int) -> int:
     j = rows.index(n0, n1).j
-    assert j is not None
     # The corners of the tile in the mask's own grid; a packed tile takes the hull of its documents.
     b0, b1 = (int(rows.b.min()), int(rows.b.max())) if mask.kinds.shape[0] > 1 else (0, 0)
     h0, h1 = (int(rows.h.min()), int(rows.h.max())) if mask.kinds.shape[1] > 1 else (0, 0)

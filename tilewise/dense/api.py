@@ -17,7 +17,7 @@ from ..core.mask import Mask
 from ..core.mask_leaves import full
 from ..core.partials import Partial
 from ..core.philox import draw_rng
-from ..core.shapes import check_same_device, check_shapes
+from ..core.shapes import accumulator_of, check_same_device, check_shapes
 from . import torch_flash
 from .checks import PLACEMENT, check_are_tensors, check_call
 from .ops import Arguments, Attention, check_contents
@@ -290,7 +290,7 @@ def attention_partial_backward(
     specs = {"q": rows, "v": values, "dout": out, "lse": statistics, "delta": statistics}
     check_shapes(op, tensors, **specs, dq=rows, dk=keys, dv=values)
     check_same_device(op, tensors)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = accumulator_of(q.dtype)
     for name in ("lse", "delta", "dq", "dk", "dv"):
         if tensors[name].dtype != wide:
             raise ValueError(f"{op}: {name} must be {wide}, got {tensors[name].dtype}.")

@@ -26,6 +26,7 @@ from ..core.mask_leaves import (
     prefix,
     window,
 )
+from ..core.shapes import accumulator_of
 from .budget import Case
 
 Shape = tuple[int, int, int, int, int, int, int]
@@ -161,7 +162,7 @@ def cases(op: str, dtype: torch.dtype, device: torch.device) -> list[Case]:
 
 def _draw(op: str, recipe: Recipe, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
     generator = torch.Generator().manual_seed(seed)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = accumulator_of(dtype)
 
     def draw(*shape: int, dtype: torch.dtype = wide) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)

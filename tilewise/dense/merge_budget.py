@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.partials import Partial, merge
+from ..core.shapes import accumulator_of
 from .budget import Case
 from .reference import logsumexp, merge_reference
 
@@ -50,7 +51,7 @@ def cases(op: str, dtype: torch.dtype, device: torch.device) -> list[Case]:
     ):
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, Tensor] = {}
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = accumulator_of(dtype)
         for i in range(count):
             out = torch.randn(*shape, generator=generator, dtype=torch.float64)
             lse = 5 * torch.randn(*shape[:-3], shape[-2], shape[-3], generator=generator)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core.mask import Mask, raise_mask
 from ..core.positions import Positions
+from ..core.shapes import accumulator_of
 from .piece import Piece, Terms
 
 _REST = (
@@ -110,10 +111,6 @@ class Arguments(NamedTuple):
 def _lse_shape(q: Tensor) -> tuple[int, ...]:
     """`[B, H, M]`, packed `[H, T]`."""
     return (*q.shape[:-3], q.shape[-2], q.shape[-3])
-
-
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 # ---------------------------------------------------------------- dispatch to a backend
@@ -243,7 +240,7 @@ def _check_used(name: str, used: Tensor, stored: Tensor | int) -> None:
 
 def _attention_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=rest[-1])
-    return out, q.new_empty(_lse_shape(q), dtype=_lse_dtype(q))
+    return out, q.new_empty(_lse_shape(q), dtype=accumulator_of(q.dtype))
 
 
 def _attention_bwd_fake(
@@ -288,7 +285,7 @@ class Attention(torch.autograd.Function):
         # delta = rowsum(dO * O) is all there is in the gradient of a sink and cancels in that of a
         # bias; with O rounded to 16 bits it would be over the error budget.
         wide = q.dtype == torch.float64 or any(wanted)
-        stored = _lse_dtype(q) if wide else out_dtype
+        stored = accumulator_of(q.dtype) if wide else out_dtype
         out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, stored)
         arguments = Arguments(bias, slopes, sinks, *rest)
         ctx.save_for_backward(

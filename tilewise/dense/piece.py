@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core.mask import Mask
 from ..core.positions import Positions
+from ..core.shapes import accumulator_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Piece:
     @property
     def accumulator(self) -> torch.dtype:
         """The dtype of sums and statistics: fp32, or fp64 for fp64 inputs."""
-        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        return accumulator_of(self.q.dtype)
 
     @property
     def index_device(self) -> torch.device:

@@ -287,7 +287,6 @@ class ScoreTile:
         # sees may lie outside the bias; it is clamped here and masked later.
         rows = self.rows
         at = rows.index(n0, n1)
-        assert at.j is not None
         index = (rows.b, rows.h, at.i - rows.q_start, at.j - rows.k_start)
         return tuple(
             x.clamp(0, size - 1) if size > 1 else torch.zeros_like(x)
@@ -306,5 +305,4 @@ class ScoreTile:
             keys = (n0 - rows.key_base, n1 - rows.key_base)
             return keep_tile(terms.rng, terms.dropout_p, row, rows.i, keys)
         at = rows.index(n0, n1)
-        assert at.j is not None
         return keep_mask(terms.rng, terms.dropout_p, row, at.i, at.j)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..catalog import Op
+from ..core.shapes import accumulator_of
 from ..core.tolerance import BudgetReport, measure_budget, measure_lse
 
 
@@ -42,7 +43,7 @@ def verify_case(op: Op, case: Any, backend: str) -> list[BudgetReport]:
     eager_grads = _gradients(eager, eager_leaves, upstream)
 
     first = next(iter(case.tensors.values()))
-    eps = torch.finfo(torch.float64 if first.dtype == torch.float64 else torch.float32).eps
+    eps = torch.finfo(accumulator_of(first.dtype)).eps
     wide = {name: x.detach() for name, x in exact_leaves.items()}
     wide_upstream = {name: x.to(torch.float64) for name, x in upstream.items()}
     floors = op.load("floors")(case, wide, wide_upstream, eps)
