@@ -8,6 +8,8 @@ TORCH ?=
 # Passed on to what the target runs: make test ARGS="-k varlen"
 ARGS ?=
 VENV ?= .venv
+# On a machine with a GPU: a Python that has torch, triton, pytest and pytest-xdist.
+GPU_PYTHON ?= python3
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
@@ -18,10 +20,10 @@ LABS := $(sort $(wildcard labs/[0-9]*.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env run test lint format labs notebooks docs bench clean
+.PHONY: help env run test gpu-test lint format labs notebooks docs bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo 'Variables: PYTHON VENV TORCH_INDEX TORCH ARGS WORKERS (see the top of the Makefile)'
 
 env: $(READY)  ## make the environment in .venv, from the pins; every target does so when it must
@@ -32,6 +34,9 @@ run: $(READY)  ## the main job: tilewise report, which checks, measures and writ
 
 test: $(READY)  ## all tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+gpu-test:  ## the suite on a GPU, which records that the kernels passed it
+	@$(GPU_PYTHON) tools/gpu_test.py $(ARGS)
 
 lint: $(READY)  ## formatting, lint, types, size budget; changes nothing
 	@failed=0; \

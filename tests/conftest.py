@@ -1,4 +1,8 @@
-"""What every test stands on: sane threads, a fixed seed, no network, GPU tests only on a GPU."""
+"""What every test stands on: sane threads, a fixed seed, no network, the device under test.
+
+`--device cuda` makes the tensors of the tests on a GPU and runs them on the triton backend;
+`--backend triton` alone, with TRITON_INTERPRET=1, runs those marked `interpreter` on the CPU.
+"""
 
 import os
 import random
@@ -6,6 +10,8 @@ import random
 import hypothesis
 import pytest
 import torch
+
+from tests.helpers import UNDER_TEST
 
 # Models come with packages; a test that reaches for a hub fails at once instead of waiting.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,18 +22,48 @@ hypothesis.settings.register_profile("tilewise", deadline=None, derandomize="CI"
 hypothesis.settings.load_profile("tilewise")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tilewise")
+    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are")
+    group.addoption("--backend", help="under test; triton on cuda when not given")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """One thread: the shapes are small, and threads that wait for a busy core cost seconds."""
     torch.set_num_threads(1)
+    marker = "interpreter: quick enough for Triton's interpreter, see --backend"
+    config.addinivalue_line("markers", marker)
+    device, backend = config.getoption("--device"), config.getoption("--backend")
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--device cuda: torch sees no CUDA GPU here.")
+        backend = backend or "triton"
+        _run_on_cuda(config)
+    elif backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise pytest.UsageError("--backend triton: on the CPU it needs TRITON_INTERPRET=1.")
+    UNDER_TEST.device, UNDER_TEST.backend = device, backend
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA GPU")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+def _run_on_cuda(config: pytest.Config) -> None:
+    torch.set_default_device("cuda")
+    # Tests of bad lengths want them read, as on the CPU.
+    os.environ["TILEWISE_CHECK"] = "1"
+    # What torch's deterministic mode asks of cuBLAS; it is on where buffers are poisoned.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # That mode warns of torch's own ops that the oracles use and that have no fixed order there.
+    config.addinivalue_line("filterwarnings", "ignore:.*deterministic implementation:UserWarning")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA GPU")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+    if UNDER_TEST.device == "cpu" and UNDER_TEST.backend == "triton":
+        slow = [item for item in items if not item.get_closest_marker("interpreter")]
+        items[:] = [item for item in items if item.get_closest_marker("interpreter")]
+        config.hook.pytest_deselected(items=slow)
 
 
 @pytest.fixture(autouse=True)

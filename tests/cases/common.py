@@ -19,10 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers import UNDER_TEST, backends, runs_kernels
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
 
 NAN, INF = float("nan"), float("inf")
-on_backends = pytest.mark.parametrize("backend", ["tiled", "reference"])
+on_backends = pytest.mark.parametrize("backend", backends("tiled", "reference"))
+in_double = pytest.mark.skipif(runs_kernels(), reason="kernels compute in fp32 at most")
+# Multi-head latent attention: one kv head, keys of 576 and values of 512; dense kernels hold 256.
+MLA = pytest.param((256, 192) if runs_kernels() else (576, 512), id="mla")
 # Dynamo makes an autograd.Function of its own and trips over torch's advice against it, which is
 # an error where warnings are (torch 2.13).
 compiles = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -52,7 +56,9 @@ def visibility(rule: Rule, M: int, N: int, offset: int | None = None) -> Tensor:
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    """The same numbers wherever they are used."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu").to(UNDER_TEST.device, dtype)
 
 
 def qkv(
@@ -277,6 +283,15 @@ def is_zero(x: Tensor) -> bool:
     return bool((x == 0).all())
 
 
+def assert_copied(out: Tensor, v: Tensor) -> None:
+    """A row that sees one key is its value, bit for bit; kernels may split fp32 products, and a
+    value put together again from its parts is a rounding away."""
+    if runs_kernels() and out.dtype == torch.float32:
+        assert_within_budget(out, v.double(), v)
+    else:
+        assert torch.equal(out, v)
+
+
 def spoiled(x: Tensor, where: Any, value: float = NAN) -> Tensor:
     """A copy with poison at `x[where]`."""
     x = x.clone()
@@ -285,7 +300,10 @@ def spoiled(x: Tensor, where: Any, value: float = NAN) -> Tensor:
 
 
 def sparse_storage(folder: Path, elements: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of so many elements, all 0, that takes memory and disk only where it is touched."""
+    """A tensor of so many elements, all 0, that takes memory and disk only where it is touched;
+    on a GPU all of its memory."""
+    if UNDER_TEST.device != "cpu":
+        return torch.zeros(elements, dtype=dtype)
     path = folder / f"storage_{elements}_{dtype}".replace("torch.", "")
     with path.open("wb") as file:
         file.truncate(elements * dtype.itemsize)

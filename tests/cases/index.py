@@ -220,12 +220,17 @@ def ids() -> list[str]:
     return [f"C{number}" for theme in THEMES.values() for number in theme.split()]
 
 
-def case_tests(folder: Path) -> dict[str, list[str]]:
-    """Test functions by the ids in their names, as `file::function`."""
+def case_tests(folder: Path, *, on_gpu: bool = False) -> dict[str, list[str]]:
+    """Test functions by the ids in their names, as `file::function`.
+
+    on_gpu: without those that need fp64, which no kernel computes in.
+    """
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                if on_gpu and "in_double" in map(ast.unparse, node.decorator_list):
+                    continue
                 for number in re.findall(r"_c(\d{3})(?=_)", node.name):
                     found.setdefault(f"C{number}", []).append(f"{path.name}::{node.name}")
     return found
@@ -246,17 +251,20 @@ def render() -> str:
         "",
         f"{counts['tested']} of {len(INDEX)} are tested in `tests/cases/`, "
         f"{counts['elsewhere']} in `{HUGGING_FACE}`;",
-        f"{counts['not applicable']} belong to what is not here yet.",
+        f"{counts['not applicable']} belong to what is not here yet. `make gpu-test` runs on a GPU "
+        "those that say so.",
     ]
     found = case_tests(Path(__file__).parent)
+    on_gpu = case_tests(Path(__file__).parent, on_gpu=True)
     for theme, numbers in THEMES.items():
-        lines += ["", f"## {theme}", "", "| id | status | what |", "|---|---|---|"]
+        lines += ["", f"## {theme}", "", "| id | status | GPU | what |", "|---|---|---|---|"]
         for number in numbers.split():
             case = INDEX[f"C{number}"]
             files = sorted({test.split("::")[0] for test in found.get(f"C{number}", [])})
             where = ", ".join(f"`{name}`" for name in files) or case.status
             reason = f"`{case.reason}`" if case.status == "elsewhere" else case.reason
-            lines.append(f"| C{number} | {where} | {reason} |")
+            gpu = "yes" if f"C{number}" in on_gpu else ""
+            lines.append(f"| C{number} | {where} | {gpu} | {reason} |")
     return "\n".join(lines) + "\n"
 
 

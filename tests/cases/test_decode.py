@@ -15,6 +15,7 @@ from torch import Tensor
 import tilewise as tw
 from tests.cases.common import (
     INF,
+    MLA,
     Outcome,
     causally,
     check,
@@ -211,7 +212,7 @@ def test_c127_bounds_of_a_used_length(backend: str, used: int) -> None:
 
 
 @on_backends
-@pytest.mark.parametrize("dims", [(576, 512), (16, 8)], ids=["mla", "small"])
+@pytest.mark.parametrize("dims", [MLA, pytest.param((16, 8), id="small")])
 def test_c131_length_zero_among_others(backend: str, dims: tuple[int, int]) -> None:
     used = [0, 33, 0, 1]
     got = check_decode(backend, cached(1, used, 40, (4, 1), *dims), used, 1)
@@ -222,10 +223,11 @@ def test_c131_length_zero_among_others(backend: str, dims: tuple[int, int]) -> N
 
 
 @on_backends
-def test_c132_all_lengths_zero_and_nothing_stored(backend: str) -> None:
-    x = packed_qkv(16, 0, (16, 1), 576, 512, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dims", [MLA])
+def test_c132_all_lengths_zero_and_nothing_stored(backend: str, dims: tuple[int, int]) -> None:
+    x = packed_qkv(16, 0, (16, 1), *dims, dtype=torch.bfloat16)
     got = run(decode(backend, [0] * 16, 1, 0), x)
-    assert got.lse is not None and got.out.shape == (16, 16, 512)
+    assert got.lse is not None and got.out.shape == (16, 16, dims[1])
     assert is_zero(got.out) and bool(got.lse.isneginf().all()) and is_zero(got.grads["q"])
 
 
@@ -252,7 +254,7 @@ def test_c134_unused_slots_of_a_padded_batch_are_written(backend: str) -> None:
 
 
 @on_backends
-@pytest.mark.parametrize("dims", [(576, 512), (192, 128)])
+@pytest.mark.parametrize("dims", [MLA, (192, 128)])
 @pytest.mark.parametrize("kv_len", [5, 700])
 def test_c138_keys_wider_than_values(backend: str, dims: tuple[int, int], kv_len: int) -> None:
     """One key tile and more than one; K and V advance by their own widths."""
@@ -262,9 +264,10 @@ def test_c138_keys_wider_than_values(backend: str, dims: tuple[int, int], kv_len
 
 @on_backends
 @pytest.mark.parametrize("splits", [1, 16])
-def test_c179_twenty_equal_decodes(backend: str, splits: int) -> None:
+@pytest.mark.parametrize("dims", [MLA])
+def test_c179_twenty_equal_decodes(backend: str, splits: int, dims: tuple[int, int]) -> None:
     used = [130]
-    x = cached(1, used, 160, (16, 1), 576, 512)
+    x = cached(1, used, 160, (16, 1), *dims)
     call = split_decode(backend, used, 1, 160, splits)
     first = check(call, decode_form(used, 1, 160), x)
     for _ in range(19):

@@ -13,6 +13,7 @@ from tests.cases.common import (
     causally,
     check,
     formula,
+    in_double,
     normal,
     on_backends,
     packed_formula,
@@ -61,6 +62,7 @@ def test_c172_gradient_uses_the_mask_of_the_forward(backend: str, heads: tuple[i
     )
 
 
+@in_double
 @on_backends
 def test_c172_finite_differences_under_one_seed(backend: str) -> None:
     x = qkv(2, 4, 6, (2, 1), 3, dtype=torch.float64)
@@ -79,7 +81,9 @@ def test_c173_checkpointing_is_neutral(backend: str, use_reentrant: bool) -> Non
     x = qkv(2, 33, 70, (4, 2), 16)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tw.attention(q, k, v, mask=tw.causal(), dropout_p=0.1, backend=backend)
+        return tw.attention(
+            q, k, v, mask=tw.causal(), dropout_p=0.1, deterministic=True, backend=backend
+        )
 
     def gradients(call: Any) -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in x.values()]
@@ -138,9 +142,8 @@ def test_c182_packed_bounds_survive_checkpointing(backend: str, dropout_p: float
     x = packed_qkv(63, 63, (4, 2), 16)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tw.attention_varlen(
-            q, k, v, cu_seqlens_q=cu, mask=tw.causal(), dropout_p=dropout_p, backend=backend
-        )
+        options = {"dropout_p": dropout_p, "deterministic": True, "backend": backend}
+        return tw.attention_varlen(q, k, v, cu_seqlens_q=cu, mask=tw.causal(), **options)
 
     plain = run(seeded(attend), x)
     same(run(seeded(lambda **x: checkpoint(attend, *x.values(), use_reentrant=False)), x), plain)

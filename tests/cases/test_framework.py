@@ -24,6 +24,7 @@ from tests.cases.common import (
     run,
     visibility,
 )
+from tests.helpers import UNDER_TEST, backends
 from tilewise.core.tolerance import assert_within_budget
 
 pytestmark = compiles
@@ -231,14 +232,20 @@ def test_c243_a_graph_replayed_with_longer_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "way"), [("tiled", "eager"), ("tiled", "compiled"), ("reference", "eager")]
+    ("backend", "way"),
+    [
+        (backend, way)
+        for backend in backends("tiled", "reference")
+        for way in ("eager", "compiled")
+        if (backend, way) != ("reference", "compiled")
+    ],
 )
 def test_c246_mixed_dtypes_under_autocast(backend: str, way: str) -> None:
     x = qkv(2, 20, 35, (4, 2), 16)
     x["v"] = x["v"].to(torch.bfloat16)
 
     def attend(**x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(UNDER_TEST.device, torch.bfloat16):
             return tw.attention(**x, mask=tw.causal(), backend=backend)
 
     got = run(
@@ -272,7 +279,8 @@ def test_c248_tensors_on_two_devices(backend: str) -> None:
     x = qkv(2, 5, 7, (4, 2), 8)
     for name in ("k", "v"):
         mixed = x | {name: x[name].to("meta")}
-        with pytest.raises(ValueError, match=f"one device, got q on cpu and {name} on meta"):
+        devices = f"q on {x['q'].device} and {name} on meta"
+        with pytest.raises(ValueError, match=f"one device, got {devices}"):
             tw.attention(**mixed, backend=backend)
     with pytest.raises(ValueError, match="one device"):
         tw.attention(**x, sinks=torch.empty(4, device="meta"), backend=backend)

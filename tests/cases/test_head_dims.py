@@ -103,15 +103,16 @@ def test_c146_nan_right_after_every_row(backend: str, D: int) -> None:
         return wall[..., :D]
 
     plain = qkv(2, 37, 70, (4, 2), D)
+    options = {"mask": tw.causal(), "deterministic": True, "backend": backend}
     x, dout = {name: walled(t) for name, t in plain.items()}, walled(torch.ones(2, 37, 4, D))
     got = check(
-        lambda **x: tw.attention_partial(**x, mask=tw.causal(), backend=backend),
+        lambda **x: tw.attention_partial(**x, **options),
         lambda **x: formula(**x, visible=visibility(causally, 37, 70)),
         x,
         dout=dout,
     )
     unwalled = run(
-        lambda **x: tw.attention_partial(**x, mask=tw.causal(), backend=backend),
+        lambda **x: tw.attention_partial(**x, **options),
         plain,
         dout.contiguous(),
     )

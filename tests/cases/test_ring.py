@@ -29,16 +29,18 @@ from tests.cases.common import (
     spoiled,
     visibility,
 )
+from tests.helpers import backends
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
 
 Tensors = dict[str, Tensor]
+(BACKEND,) = backends("tiled")
 
 
 def edges(S: int, chunks: int) -> list[tuple[int, int]]:
     return list(pairwise([S * c // chunks for c in range(chunks + 1)]))
 
 
-def ring_forward(x: Tensors, chunks: int, backend: str = "tiled") -> tw.Partial:
+def ring_forward(x: Tensors, chunks: int) -> tw.Partial:
     """Causal attention in `chunks` chunks of queries and of keys; out stays fp32."""
     rows = []
     for m0, m1 in edges(x["q"].shape[1], chunks):
@@ -51,7 +53,7 @@ def ring_forward(x: Tensors, chunks: int, backend: str = "tiled") -> tw.Partial:
                 q_start=m0,
                 k_start=n0,
                 out_dtype=torch.float32,
-                backend=backend,
+                backend=BACKEND,
             )
             for n0, n1 in edges(x["k"].shape[1], chunks)
         ]
@@ -79,6 +81,7 @@ def ring(x: Tensors, chunks: int, dout: Tensor) -> Outcome:
                 mask=tw.causal(),
                 q_start=m0,
                 k_start=n0,
+                backend=BACKEND,
             )
     return Outcome(out, lse, grads)
 
@@ -173,6 +176,7 @@ def test_c223_tail_padding_of_packed_documents(backend: str, ranks: int) -> None
                     q_start=c * sizes,
                     k_start=d * sizes,
                     mask=tw.causal(),
+                    deterministic=True,
                     backend=backend,
                 )
                 for d in range(chunks)
@@ -226,6 +230,7 @@ def test_c228_gradients_have_the_dtype_of_their_input(
 def test_c229_one_gradient_for_every_argument(backend: str, op: str, packed: bool) -> None:
     """Each differentiable argument alone, and all together, through every public op."""
     options: dict[str, object] = {"mask": tw.causal(), "softcap": 5.0, "backend": backend}
+    options["deterministic"] = True
     x = packed_qkv(20, 20, (4, 2), 8) if packed else qkv(2, 20, 20, (4, 2), 8)
     if packed:
         options["cu_seqlens_q"] = torch.tensor([0, 8, 20])
@@ -247,7 +252,9 @@ def test_c229_buffers_are_added_to() -> None:
     for start in (0.0, 2.0):
         buffers = {f"d{name}": torch.full(t.shape, start) for name, t in x.items()}
         delta = torch.zeros_like(lse)
-        result = tw.attention_partial_backward(dout, *x.values(), lse, delta, **buffers)
+        result = tw.attention_partial_backward(
+            dout, *x.values(), lse, delta, **buffers, backend=BACKEND
+        )
         assert result is None
         totals.append(buffers)
     for name in totals[0]:

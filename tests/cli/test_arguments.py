@@ -83,13 +83,6 @@ def test_dtypes_and_lengths_in_order_without_repeats() -> None:
     assert options.read_lengths("x", ()) == []
 
 
-def test_auto_is_the_cpu_until_a_backend_is_made_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert options.default_device().type == "cpu"
-    monkeypatch.setattr("tilewise.dense.api.BACKENDS", ("reference", "tiled", "triton"))
-    assert options.default_device().type == "cuda"
-
-
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], ["report", "--help"]])
 def test_help_and_version_leave_with_0(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -5,26 +5,68 @@ from functools import cache
 import pytest
 import torch
 
+from tests.helpers import UNDER_TEST
 from tilewise import catalog
 from tilewise.core.shapes import COMPUTE_DTYPES
 from tilewise.dense.budget import Case
+from tilewise.report import budget
 from tilewise.report.verify import verify_case
 
 
 @cache
-def cases(op: catalog.Op, dtype: torch.dtype) -> dict[str, Case]:
-    drawn = op.load("cases")(op.name, dtype, torch.device("cpu"))
+def cases(op: catalog.Op, dtype: torch.dtype, device: str) -> dict[str, Case]:
+    # They are drawn from a generator of the CPU.
+    with torch.device("cpu"):
+        drawn = op.load("cases")(op.name, dtype, torch.device(device))
     return {case.name: case for case in drawn}
 
 
-NAMES = [(op, name) for op in catalog.OPS for name in cases(op, torch.float32)]
+def backends_of(op: catalog.Op, dtype: torch.dtype) -> list[str]:
+    """What runs there; of several, the one under test alone."""
+    names = [target.backend for target in budget.targets([op], [dtype], UNDER_TEST.device)]
+    return [UNDER_TEST.backend] if UNDER_TEST.backend in names else names
 
 
-@pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=lambda x: str(x).removeprefix("torch."))
-@pytest.mark.parametrize(("op", "name"), NAMES, ids=lambda x: x if isinstance(x, str) else x.name)
+# Small, and between them every term and layout; "causal" alone in 16 bits too.
+INTERPRETED = {
+    "attention": (
+        "causal",
+        "one query",
+        "key_padding, lengths 0 and 80",
+        "blocks",
+        "everything at once",
+    ),
+    "attention_partial": ("causal, M > N (empty rows)", "piece, dropout"),
+    "attention_varlen": ("causal", "used lengths, sinks, dropout"),
+    "attention_varlen_partial": ("softcap, ALiBi [B, H]",),
+}
+
+
+def marks(op: catalog.Op, name: str, dtype: torch.dtype) -> tuple[pytest.MarkDecorator, ...]:
+    is_quick = name in INTERPRETED.get(op.name, ())
+    in_dtype = dtype == torch.float32 or (dtype == torch.bfloat16 and name == "causal")
+    return (pytest.mark.interpreter,) if is_quick and in_dtype else ()
+
+
+CASES = [
+    pytest.param(
+        op,
+        name,
+        dtype,
+        id=f"{op.name}-{name}-{str(dtype).removeprefix('torch.')}",
+        marks=marks(op, name, dtype),
+    )
+    for op in catalog.OPS
+    for name in cases(op, torch.float32, "cpu")
+    for dtype in COMPUTE_DTYPES
+    if backends_of(op, dtype)
+]
+
+
+@pytest.mark.parametrize(("op", "name", "dtype"), CASES)
 def test_case_is_within_budget(op: catalog.Op, name: str, dtype: torch.dtype) -> None:
-    case = cases(op, dtype)[name]
-    for backend in op.backends:
+    case = cases(op, dtype, UNDER_TEST.device)[name]
+    for backend in backends_of(op, dtype):
         reports = verify_case(op, case, backend)
         failed = [str(report) for report in reports if not report.is_within]
         assert not failed, "\n".join(failed)
@@ -34,7 +76,7 @@ def test_case_is_within_budget(op: catalog.Op, name: str, dtype: torch.dtype) ->
 
 def test_the_budget_notices_a_wrong_gradient() -> None:
     op = catalog.OPS[0]
-    case = cases(op, torch.float32)["full"]
+    case = cases(op, torch.float32, UNDER_TEST.device)["full"]
 
     class Wrong(catalog.Op):
         def load(self, role: str):

@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.helpers import check_call
+from tests.helpers import UNDER_TEST, backends, check_call, on_backend, runs_kernels
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
 from tilewise.dense import torch_flash
+
+attention, attention_partial, attention_partial_backward, attention_varlen = map(
+    on_backend,
+    (tw.attention, tw.attention_partial, tw.attention_partial_backward, tw.attention_varlen),
+)
+tiled_alone = pytest.mark.skipif(
+    UNDER_TEST.backend is not None, reason="what the tiled backend alone has"
+)
 
 
 def qkv(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -46,7 +54,7 @@ def test_packed_equals_each_document_alone(mask: tw.Mask) -> None:
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0) for x in (lengths_q, lengths_k))
     q, k, v = (x[0].detach() for x in qkv(1, sum(lengths_q), sum(lengths_k), 4, 2, 16, 8))
     packed = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = tw.attention_varlen(*packed, mask=mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    out = attention_varlen(*packed, mask=mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     dout = torch.randn_like(out)
     got = gradients(out, packed, dout)
     spans = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
@@ -54,7 +62,7 @@ def test_packed_equals_each_document_alone(mask: tw.Mask) -> None:
         alone = [
             x.clone().requires_grad_() for x in (q[None, m0:m1], k[None, n0:n1], v[None, n0:n1])
         ]
-        single = tw.attention(*alone, mask=mask)
+        single = attention(*alone, mask=mask)
         assert_same(out[m0:m1], single[0])
         expected = gradients(single, alone, dout[None, m0:m1])
         for x, y, (a, b) in zip(got, expected, ((m0, m1), (n0, n1), (n0, n1)), strict=True):
@@ -64,12 +72,14 @@ def test_packed_equals_each_document_alone(mask: tw.Mask) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 def test_any_split_of_keys_merges_to_one_pass(mask: tw.Mask, splits: int) -> None:
-    q, k, v = qkv(2, 67, 149, 4, 2, 16, 8, dtype=torch.bfloat16)
-    whole = tw.attention_partial(q, k, v, mask=mask, q_start=80, k_start=0, out_dtype=torch.float32)
+    # Kernels round P to 16 bits, relative to a maximum that each split has of its own.
+    dtype = torch.float32 if runs_kernels() else torch.bfloat16
+    q, k, v = qkv(2, 67, 149, 4, 2, 16, 8, dtype=dtype)
+    whole = attention_partial(q, k, v, mask=mask, q_start=80, k_start=0, out_dtype=torch.float32)
     # Uneven, with an empty piece at the end.
     edges = [0, *torch.randint(0, 150, (splits - 1,)).sort().values.tolist(), 149, 149]
     parts = [
-        tw.attention_partial(
+        attention_partial(
             q, k[:, a:b], v[:, a:b], mask=mask, q_start=80, k_start=a, out_dtype=torch.float32
         )
         for a, b in pairwise(edges)
@@ -86,14 +96,14 @@ def test_any_split_of_keys_merges_to_one_pass(mask: tw.Mask, splits: int) -> Non
 def test_a_piece_adds_its_gradients_into_the_callers_buffers() -> None:
     q, k, v = qkv(2, 67, 149, 4, 2, 16, 8)
     mask = tw.causal() & tw.window(60, 0)
-    whole = tw.attention_partial(q, k, v, mask=mask, q_start=82, k_start=0)
+    whole = attention_partial(q, k, v, mask=mask, q_start=82, k_start=0)
     dout, dlse = torch.randn_like(whole.out), torch.randn_like(whole.lse)
     expected = torch.autograd.grad(list(whole), [q, k, v], [dout, dlse])
     q, k, v = (x.detach() for x in (q, k, v))
     delta = (dout * whole.out.detach()).sum(-1).transpose(1, 2) - dlse
     buffers = [torch.full_like(x, 3.0) for x in (q, k, v)]
     for a, b in ((0, 50), (50, 149)):
-        tw.attention_partial_backward(
+        attention_partial_backward(
             dout, q, k[:, a:b], v[:, a:b], whole.lse.detach(), delta.detach(), mask=mask,
             dq=buffers[0], dk=buffers[1][:, a:b], dv=buffers[2][:, a:b], q_start=82, k_start=a,
         )  # fmt: skip
@@ -104,12 +114,12 @@ def test_a_piece_adds_its_gradients_into_the_callers_buffers() -> None:
 def test_used_lengths_equal_cut_tensors() -> None:
     q, k, v = (x[0].detach() for x in qkv(1, 60, 80, 4, 2, 16, 16))
     cu_q, cu_k = torch.tensor([0, 20, 60]), torch.tensor([0, 30, 80])
-    out = tw.attention_varlen(
+    out = attention_varlen(
         q, k, v, mask=tw.causal(), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
         seqused_q=torch.tensor([13, 40]), seqused_k=torch.tensor([25, 9]),
     )  # fmt: skip
-    first = tw.attention(q[None, :13], k[None, :25], v[None, :25], mask=tw.causal())
-    second = tw.attention(q[None, 20:], k[None, 30:39], v[None, 30:39], mask=tw.causal())
+    first = attention(q[None, :13], k[None, :25], v[None, :25], mask=tw.causal())
+    second = attention(q[None, 20:], k[None, 30:39], v[None, 30:39], mask=tw.causal())
     assert_same(out[:13], first[0])
     assert_same(out[20:], second[0])
     assert torch.equal(out[13:20], torch.zeros_like(out[13:20]))
@@ -138,7 +148,7 @@ EQUAL_MASKS = {
 @pytest.mark.parametrize(("one", "other"), EQUAL_MASKS.values(), ids=EQUAL_MASKS.keys())
 def test_expressions_of_one_mask(one: tw.Mask, other: tw.Mask) -> None:
     inputs = qkv(2, 67, 149, 4, 2, 16, 8)
-    a, b = (tw.attention_partial(*inputs, mask=mask) for mask in (one, other))
+    a, b = (attention_partial(*inputs, mask=mask) for mask in (one, other))
     assert_same(b.out, a.out)
     assert_lse_within_budget(b.lse.detach(), a.lse.detach().double(), torch.float32)
     dout = torch.randn_like(a.out)
@@ -149,24 +159,22 @@ def test_expressions_of_one_mask(one: tw.Mask, other: tw.Mask) -> None:
 def test_a_batch_element_alone_equals_itself_in_the_batch() -> None:
     q, k, v = qkv(3, 67, 149, 4, 2, 16, 8)
     lengths = torch.tensor([149, 0, 31])
-    whole = tw.attention(q, k, v, mask=tw.causal() & tw.key_padding(lengths))
+    whole = attention(q, k, v, mask=tw.causal() & tw.key_padding(lengths))
     for b in range(3):
         row = slice(b, b + 1)
-        alone = tw.attention(
-            q[row], k[row], v[row], mask=tw.causal() & tw.key_padding(lengths[row])
-        )
+        alone = attention(q[row], k[row], v[row], mask=tw.causal() & tw.key_padding(lengths[row]))
         assert_same(whole[row], alone)
 
 
 def test_padded_keys_equal_cut_keys_bit_for_bit_even_where_they_are_nan() -> None:
     q, k, v = (x.detach() for x in qkv(2, 67, 149, 4, 2, 16, 8))
-    clean = tw.attention(q, k, v, mask=tw.key_padding([31, 90]))
+    clean = attention(q, k, v, mask=tw.key_padding([31, 90]))
     for poison in (float("nan"), float("inf"), 1e30):
         k2, v2 = k.clone(), v.clone()
         for b, length in enumerate((31, 90)):
             k2[b, length:] = v2[b, length:] = poison
         dirty = [x.requires_grad_() for x in (q.clone(), k2, v2)]
-        out = tw.attention(*dirty, mask=tw.key_padding([31, 90]))
+        out = attention(*dirty, mask=tw.key_padding([31, 90]))
         assert torch.equal(out, clean)
         for gradient in gradients(out, dirty, torch.ones_like(out)):
             assert bool(torch.isfinite(gradient).all())
@@ -201,7 +209,7 @@ def test_thirty_runs_are_bitwise_equal(options: dict[str, Any], dtype: torch.dty
 
     def run() -> list[Tensor]:
         torch.manual_seed(5)
-        out = tw.attention(*inputs, bias=bias, alibi_slopes=slopes, deterministic=True, **options)
+        out = attention(*inputs, bias=bias, alibi_slopes=slopes, deterministic=True, **options)
         return [out.detach(), *gradients(out, leaves, torch.ones_like(out))]
 
     first = run()
@@ -209,16 +217,18 @@ def test_thirty_runs_are_bitwise_equal(options: dict[str, Any], dtype: torch.dty
         assert all(torch.equal(x, y) for x, y in zip(first, run(), strict=True))
 
 
+@tiled_alone
 def test_the_hand_off_equals_the_tiles() -> None:
     inputs = qkv(2, 149, 149, 4, 4, 16, 16)
     for mask in (tw.full(), tw.causal()):
-        fused = tw.attention_partial(*inputs, mask=mask)
+        fused = attention_partial(*inputs, mask=mask)
         with torch_flash.disabled():
-            tiled = tw.attention_partial(*inputs, mask=mask)
+            tiled = attention_partial(*inputs, mask=mask)
         assert_same(fused.out, tiled.out)
         assert_lse_within_budget(fused.lse.detach(), tiled.lse.detach().double(), torch.float32)
 
 
+@tiled_alone
 def test_tile_sizes_do_not_change_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = qkv(2, 67, 149, 4, 2, 16, 8)
     outs = []
@@ -226,7 +236,7 @@ def test_tile_sizes_do_not_change_dropout(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("tilewise.dense.tiled.BLOCK_M", m)
         monkeypatch.setattr("tilewise.dense.tiled.BLOCK_N", n)
         torch.manual_seed(3)
-        out = tw.attention(*inputs, dropout_p=0.4)
+        out = attention(*inputs, dropout_p=0.4)
         outs.append([out, *gradients(out, inputs, torch.ones_like(out))])
     for other in outs[1:]:
         for x, y in zip(other, outs[0], strict=True):
@@ -245,29 +255,27 @@ WIDE_MASKS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("backend", backends("tiled", "reference"))
 @pytest.mark.parametrize("mask", WIDE_MASKS.values(), ids=WIDE_MASKS.keys())
 def test_the_widest_masks_are_full_padded_and_packed(mask: tw.Mask, backend: str) -> None:
     q, k, v = (x.detach() for x in qkv(1, 67, 67, 4, 2, 16, 8))
-    assert_same(
-        tw.attention(q, k, v, mask=mask, backend=backend), tw.attention(q, k, v, softcap=None)
-    )
+    assert_same(attention(q, k, v, mask=mask, backend=backend), attention(q, k, v, softcap=None))
     packed = {"cu_seqlens_q": torch.tensor([0, 20, 67])}
-    got = tw.attention_varlen(q[0], k[0], v[0], mask=mask, backend=backend, **packed)
-    assert_same(got, tw.attention_varlen(q[0], k[0], v[0], **packed))
+    got = attention_varlen(q[0], k[0], v[0], mask=mask, backend=backend, **packed)
+    assert_same(got, attention_varlen(q[0], k[0], v[0], **packed))
 
 
 def test_no_document_and_no_length() -> None:
     p = torch.randn(5, 2, 4)
     nothing = torch.zeros(0, dtype=torch.int64)
-    out = tw.attention_varlen(p, p, p, cu_seqlens_q=torch.tensor([0]), mask=tw.key_padding(nothing))
+    out = attention_varlen(p, p, p, cu_seqlens_q=torch.tensor([0]), mask=tw.key_padding(nothing))
     assert torch.equal(out, torch.zeros_like(p))
 
 
 def test_an_empty_row_gives_the_sink_dlse_alone() -> None:
     q = torch.randn(1, 8, 2, 4)
     sinks = torch.randn(2, requires_grad=True)
-    out, lse = tw.attention_partial(q, q, q, mask=tw.key_padding(0), sinks=sinks)
+    out, lse = attention_partial(q, q, q, mask=tw.key_padding(0), sinks=sinks)
     torch.autograd.backward([out, lse], [torch.full_like(out, torch.nan), torch.ones_like(lse)])
     assert torch.equal(sinks.grad, torch.full((2,), 8.0))
 

@@ -98,9 +98,10 @@ def with_gradients(form: Any, call: Call, tensors: dict[str, Tensor]) -> dict[st
 def upstream(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """The same numbers in every dtype, those of the call's own; dout is not contiguous."""
     generator = torch.Generator().manual_seed(SEED)
-    dout = torch.randn(out.mT.shape, generator=generator).mT.to(call.dtype)
-    dlse = torch.randn(lse.shape, generator=generator)
-    return dout.to(out.dtype), dlse.to(lse.dtype)
+    # Drawn on the CPU, whose generator it is.
+    dout = torch.randn(out.mT.shape, generator=generator, device="cpu").mT.to(call.dtype)
+    dlse = torch.randn(lse.shape, generator=generator, device="cpu")
+    return dout.to(out.device, out.dtype), dlse.to(lse.device, lse.dtype)
 
 
 def check(call: Call, form: Any = run_with_lse) -> None:

@@ -12,6 +12,7 @@ import tilewise
 import tilewise.flash_attn as flash_attn
 from tests.flash_attn.checks import check, make_call, run, run_with_lse, with_gradients
 from tests.flash_attn.formula import Call, formula
+from tests.helpers import UNDER_TEST
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flash_attn.md"
@@ -127,7 +128,7 @@ def test_double_on_the_cpu_is_computed_in_double() -> None:
 @row("autocast")
 def test_autocast_casts() -> None:
     call = make_call("flash_attn_qkvpacked_func", {}, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(UNDER_TEST.device, torch.bfloat16):
         out = run(call, call.tensors)
     call.tensors = {name: x.bfloat16() for name, x in call.tensors.items()}
     assert torch.equal(out, run(call, call.tensors))
@@ -209,6 +210,7 @@ def test_max_seqlen_is_an_upper_bound() -> None:
 
 
 @row("deterministic backward")
+@pytest.mark.skipif(UNDER_TEST.device != "cpu", reason="the tiled backend is for the CPU")
 def test_backward_is_deterministic_on_tiled_without_the_flag() -> None:
     call = make_call("flash_attn_func", {"causal": True}, torch.float32, shape=(300, 300))
     q, k, v = call.tensors.values()

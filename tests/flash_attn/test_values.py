@@ -86,6 +86,7 @@ def run_library(call: Call, tensors: dict[str, Tensor]) -> tilewise.Partial:
         scale=0.5,
         softcap=2.0,
         dropout_p=0.2,
+        deterministic=True,
         **{name: tensors[name] for name in LEARNED},
         **lengths,
     )

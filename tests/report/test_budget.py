@@ -47,6 +47,20 @@ def test_gpu_backends_are_left_out_on_the_cpu() -> None:
         assert [t.backend for t in budget.targets([op], [torch.float32], device)] == names
 
 
+def test_kernels_run_under_the_interpreter_and_never_in_double(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    op = replace(BY_NAME["attention"], backends=("tiled", "triton", "hopper"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for device, dtype, names in (
+        ("cpu", torch.float32, ["tiled", "triton"]),
+        ("cpu", torch.float64, ["tiled"]),
+        ("cuda", torch.float64, ["tiled"]),
+    ):
+        assert [t.backend for t in budget.targets([op], [dtype], device)] == names
+    assert budget.targets([op], [torch.float64], "cuda", backend="triton") == []
+
+
 def test_only_the_asked_cases_run() -> None:
     targets = budget.targets([BY_NAME["merge"]], [torch.float32], "cpu")
     rows = budget.verify(targets, CPU, Silent(), only={"merge": ("two",)})

@@ -6,16 +6,15 @@ import argparse
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .options import EXTRAS, INSTALL_EXTRAS, add_json, missing_extras
+from .options import EXTRAS, INSTALL_EXTRAS, add_json, missing_extras, why_no_kernels
 
 if TYPE_CHECKING:
     import torch
 
 # Backends that are to come and that this version does not bring.
-_TO_COME = {
-    "triton": "Triton kernels for any GPU are not in this version",
-    "hopper": "Gluon kernels for sm_90 GPUs are not in this version",
-}
+_TO_COME = {"hopper": "Gluon kernels for sm_90 GPUs are not in this version"}
+_WORKS = "ran forward and backward, within its error budget"
+_ON_ROCM = "; on ROCm no release was tested, so run tilewise verify --all before relying on it"
 _PACKAGES = ("torch", "triton", "transformers", "rich", "numpy")
 
 
@@ -104,20 +103,41 @@ def try_backends() -> list[dict[str, str]]:
         devices.append(torch.device("cuda", 0))
     found = []
     for name in BACKENDS:
-        for device in devices:
-            problem = try_backend(name, device)
-            found.append(
-                {
-                    "name": name,
-                    "device": str(device),
-                    "status": "broken" if problem else "works",
-                    "why": problem or "ran forward and backward, within its error budget",
-                }
-            )
+        if name == "triton":
+            found += try_triton()
+        else:
+            found += [_row(name, device, try_backend(name, device)) for device in devices]
     for name, why in _TO_COME.items():
         if name not in BACKENDS:
             found.append({"name": name, "device": "cuda", "status": "absent", "why": why})
     return found
+
+
+def try_triton() -> list[dict[str, str]]:
+    """The triton backend on the GPU, or why there is none; in Triton's interpreter if asked."""
+    import os
+
+    import torch
+
+    found = []
+    problem = why_no_kernels()
+    if problem:
+        found.append({"name": "triton", "device": "cuda", "status": "absent", "why": problem})
+    else:
+        device = torch.device("cuda", 0)
+        row = _row("triton", device, try_backend("triton", device))
+        if torch.version.hip is not None:
+            row["why"] += _ON_ROCM
+        found.append(row)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        cpu = torch.device("cpu")
+        found.append(_row("triton", cpu, try_backend("triton", cpu)))
+    return found
+
+
+def _row(name: str, device: torch.device, problem: str) -> dict[str, str]:
+    status, why = ("broken", problem) if problem else ("works", _WORKS)
+    return {"name": name, "device": str(device), "status": status, "why": why}
 
 
 def try_backend(name: str, device: torch.device) -> str:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     import torch
 
+# Ampere: bf16 and asynchronous copies.
+OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # What each extra brings, by the modules' names.
@@ -37,7 +39,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         default="auto",
-        help="cpu or cuda; auto (default) takes a GPU that a backend is made for, else the CPU",
+        help="cpu or cuda; auto (default) takes a GPU that the kernels run on, else the CPU",
     )
 
 
@@ -63,13 +65,34 @@ def read_device(command: str, name: str) -> torch.device:
 
 
 def default_device() -> torch.device:
-    """A GPU if one is here and a backend is made for it; the tiled backend is meant for the CPU."""
+    """A GPU if the kernels can run on it; the tiled backend is meant for the CPU."""
     import torch
 
-    from ..dense.api import BACKENDS
+    return torch.device("cpu" if why_no_kernels() else "cuda")
 
-    has_kernels = not {"triton", "hopper"}.isdisjoint(BACKENDS)
-    return torch.device("cuda" if has_kernels and torch.cuda.is_available() else "cpu")
+
+def why_no_kernels() -> str:
+    """Why Triton kernels cannot run on a GPU here and what to do about it; empty if they can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None and torch.version.hip is None:
+            return (
+                f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch "
+                "where there is a GPU."
+            )
+        return "torch sees no GPU; nvidia-smi shows whether the driver does."
+    if find_spec("triton") is None:
+        return "Triton is not installed; pip install 'tilewise[gpu]' brings it."
+    capability = torch.cuda.get_device_capability(0)
+    # ROCm numbers its GPUs otherwise.
+    if torch.version.hip is None and capability < OLDEST_CAPABILITY:
+        major, minor = capability
+        return (
+            f"{torch.cuda.get_device_name(0)} is sm_{major}{minor} and the kernels need sm_80 "
+            "(Ampere) or newer; the tiled backend runs on it."
+        )
+    return ""
 
 
 def read_dtypes(command: str, text: str) -> list[torch.dtype]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ from ..catalog import Op
 from ..core.tolerance import BudgetReport
 from .verify import VerifyRow, verify_case
 
-# The other backends of the catalog run anywhere.
-_GPU_BACKENDS = ("triton", "hopper")
+# The other backends of the catalog run anywhere and in every dtype.
+_KERNELS = ("triton", "hopper")
 
 # A sample that touches every mask, term and layout once; `tilewise verify` runs all cases.
 QUICK_CASES: Mapping[str, Collection[str]] = {
@@ -82,10 +83,17 @@ def targets(
         Target(op, dtype, name)
         for op in ops
         for name in op.backends
-        if (backend is None and (device_type == "cuda" or name not in _GPU_BACKENDS))
-        or name == backend
         for dtype in dtypes
+        if backend in (None, name) and _runs(name, dtype, device_type)
     ]
+
+
+def _runs(backend: str, dtype: torch.dtype, device_type: str) -> bool:
+    """Kernels want a GPU, or Triton's interpreter, and compute in fp32 at most."""
+    if backend not in _KERNELS:
+        return True
+    is_interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    return dtype != torch.float64 and (device_type == "cuda" or is_interpreted)
 
 
 def verify(

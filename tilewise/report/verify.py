@@ -94,7 +94,7 @@ def _leaves(tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> dic
 
 
 def _upstream(output: Tensor, generator: torch.Generator) -> Tensor:
-    drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu")
     return drawn.to(output.device, output.dtype)
 
 

@@ -1,0 +1,290 @@
+"""The suite on a GPU, and the record that the kernels of this checkout passed it.
+
+`make gpu-test` runs `tilewise verify --all` (one process for each op), and the contract, the cases,
+the drop-in and tests/gpu on several workers, all at once on one GPU. If everything passes it writes
+benchmarks/results/gpu-verify.json with the hash of the kernel sources, which CI holds against the
+sources it tests: a kernel that changed since must run again, or stand in
+benchmarks/results/UNVERIFIED.md with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = "benchmarks/results/gpu-verify.json"
+EXCUSES = "benchmarks/results/UNVERIFIED.md"
+SUITES = ("tests/contract", "tests/cases", "tests/flash_attn", "tests/gpu")
+# What runs on a GPU or says how: one place for the tool and for CI.
+KERNELS = (
+    "tilewise/kernels/*.py",
+    "tilewise/*/triton_*.py",
+    "tilewise/*/hopper_*.py",
+    "tilewise/*/config.py",
+)
+
+
+# ---------------------------------------------------------------- sources and their record
+
+
+def hash_sources(root: Path) -> dict[str, str]:
+    """The sha256 of every kernel source by its path, and of all of them as "all".
+
+    Line endings are those of the checkout and do not count.
+    """
+    found = {}
+    for path in sorted({path for pattern in KERNELS for path in root.glob(pattern)}):
+        text = path.read_bytes().replace(b"\r\n", b"\n")
+        found[path.relative_to(root).as_posix()] = hashlib.sha256(text).hexdigest()
+    whole = "".join(f"{name} {digest}\n" for name, digest in found.items())
+    return {**found, "all": hashlib.sha256(whole.encode()).hexdigest()}
+
+
+def find_unverified(root: Path) -> list[str]:
+    """Kernel sources that are not as they were when the GPU suite passed, gone ones included."""
+    record, here = root / RECORD, hash_sources(root)
+    stored = json.loads(record.read_text(encoding="utf-8"))["sources"] if record.exists() else {}
+    if stored.get("all") == here.pop("all"):
+        return []
+    stored.pop("all", None)
+    names = sorted(stored.keys() | here.keys())
+    return [name for name in names if stored.get(name) != here.get(name)]
+
+
+def read_excuses(root: Path) -> dict[str, str]:
+    """Reasons by path or pattern, from lines such as "- `tilewise/kernels/*.py`: the reason"."""
+    page = root / EXCUSES
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    return dict(re.findall(r"^- `([^`]+)`: *(\S.*)$", text, re.MULTILINE))
+
+
+def describe_problem(root: Path) -> str:
+    """What is wrong with the record of the kernels, and what to do; empty if nothing is."""
+    patterns = read_excuses(root)
+    names = [
+        name
+        for name in find_unverified(root)
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)}: not as in {RECORD}. Run `make gpu-test` on a GPU and commit the "
+        f"record it writes; where no GPU is to be had, say why in {EXCUSES}, one line for each "
+        "file or pattern: - `tilewise/kernels/masks.py`: the reason."
+    )
+
+
+# ---------------------------------------------------------------- running
+
+
+@dataclass
+class Tests:
+    """What pytest's report holds: names of tests, and the reasons of the skipped ones."""
+
+    passed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def cases(self) -> list[str]:
+        """The ids of reported cases that passed, all of their tests that ran."""
+        passed, failed = (_case_ids(names) for names in (self.passed, self.failed))
+        return sorted(passed - failed)
+
+
+def read_tests(report: Path) -> Tests:
+    found = Tests()
+    for case in ET.parse(report).iter("testcase"):
+        name = f"{case.get('classname', '')}::{case.get('name', '')}"
+        skipped = case.find("skipped")
+        if skipped is not None:
+            found.skipped[skipped.get("message", "")] += 1
+        elif case.find("failure") is not None or case.find("error") is not None:
+            found.failed.append(name)
+        else:
+            found.passed.append(name)
+    return found
+
+
+def _case_ids(names: Sequence[str]) -> set[str]:
+    functions = [name.rpartition("::")[2].split("[")[0] for name in names]
+    return {f"C{number}" for name in functions for number in re.findall(r"_c(\d{3})(?=_)", name)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    output, logs = Path(arguments.output).resolve(), Path(arguments.logs).resolve()
+    # Bare Python: the package is the checkout's, here and in the processes started from here.
+    sys.path.insert(0, str(ROOT))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
+    )
+    problem = _describe_missing()
+    if problem:
+        print(problem, file=sys.stderr)
+        return 2
+    logs.mkdir(parents=True, exist_ok=True)
+    start, sources = time.monotonic(), hash_sources(ROOT)
+    runs = _start_verifying(logs)
+    try:
+        code = subprocess.run(_pytest(arguments.workers, logs), cwd=ROOT, check=False).returncode
+        verified = [_finish_verifying(op, process, logs) for op, process in runs.items()]
+    finally:
+        for process in runs.values():
+            process.kill()
+    seconds = time.monotonic() - start
+    tests = read_tests(logs / "tests.xml")
+    is_well = code == 0 and all(found is not None for found in verified)
+    print(f"{len(tests.passed)} passed, {len(tests.failed)} failed, {seconds:.0f} s in all.")
+    if not is_well:
+        print(f"Not everything passed: {output} is not written. Logs: {logs}.")
+        return 1
+    record = describe_machine(arguments.commit) | {
+        "seconds": round(seconds),
+        "verify": {
+            name: sum(found[name] for found in verified if found)
+            for name in ("rows", "within_budget")
+        },
+        "tests": {"passed": len(tests.passed), "skipped": dict(sorted(tests.skipped.items()))},
+        "cases": tests.cases,
+        "hash": sources["all"],
+        "sources": sources,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"Everything passed; written to {output}.")
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", default=str(ROOT / RECORD), help="default: %(default)s")
+    parser.add_argument("--logs", default=str(ROOT / "build" / "gpu-test"), help="a folder")
+    parser.add_argument("--commit", help="where the checkout is a copy without git")
+    # The processes that verify have a core each.
+    workers = max(2, min(12, (os.cpu_count() or 2) - 4))
+    parser.add_argument("--workers", type=int, default=workers, help="of pytest, on one GPU")
+    return parser.parse_args(argv)
+
+
+def _describe_missing() -> str:
+    from tilewise.cli.options import why_no_kernels
+
+    missing = [name for name in ("pytest", "xdist") if not _is_installed(name)]
+    if missing:
+        return f"gpu-test: {' and '.join(missing)} must be installed beside torch and triton."
+    problem = why_no_kernels()
+    return f"gpu-test: {problem}" if problem else ""
+
+
+def _is_installed(module: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(module) is not None
+
+
+def _pytest(workers: int, logs: Path) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short"]
+    # A plugin that may be installed there and warns under xdist.
+    command += ["-p", "no:benchmark", "-n", str(workers), "--dist", "worksteal"]
+    command += ["--durations=20", f"--junitxml={logs / 'tests.xml'}", "--device", "cuda"]
+    return [*command, *SUITES]
+
+
+# ---------------------------------------------------------------- verify --all, in parts
+
+
+def _start_verifying(logs: Path) -> dict[str, subprocess.Popen[bytes]]:
+    """`tilewise verify --all` is every op in every dtype; each op in a process of its own."""
+    from tilewise.catalog import OPS
+
+    found = {}
+    for op in OPS:
+        command = [sys.executable, "-m", "tilewise.cli", "verify", op.name, "--dtype", "all"]
+        with (
+            (logs / f"{op.name}.json").open("wb") as out,
+            (logs / f"{op.name}.log").open("wb") as e,
+        ):
+            found[op.name] = subprocess.Popen(
+                [*command, "--device", "cuda", "--json"], cwd=ROOT, stdout=out, stderr=e
+            )
+    return found
+
+
+def _finish_verifying(
+    op: str, process: subprocess.Popen[bytes], logs: Path
+) -> dict[str, Any] | None:
+    """What one process found, or None if anything failed, which is then printed."""
+    code = process.wait()
+    text = (logs / f"{op}.json").read_text(encoding="utf-8")
+    if not text:
+        print(f"verify {op} ended with {code}:")
+        print((logs / f"{op}.log").read_text(encoding="utf-8")[-2000:])
+        return None
+    found: dict[str, Any] = json.loads(text)
+    print(
+        f"verify {op}: {found['within_budget']} of {found['rows']} within budget, "
+        f"{found['seconds']:.0f} s"
+    )
+    for failure in found["failures"][:10]:
+        print("  " + json.dumps(failure))
+    return found if code == 0 else None
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def describe_machine(commit: str | None) -> dict[str, Any]:
+    import torch
+    import triton
+
+    from tilewise.bench import environment
+
+    device = torch.device("cuda", 0)
+    facts = environment.describe(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return {
+        "gpu": facts["gpu"],
+        "capability": f"sm_{major}{minor}",
+        "driver": _driver(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "triton": triton.__version__,
+            "tilewise": facts["tilewise"],
+            "pytest": metadata.version("pytest"),
+        },
+        "date": facts["date"],
+        "commit": commit or facts["commit"],
+    }
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.split("\n")[0].strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
