@@ -1,4 +1,4 @@
-"""The labs run, keep to plain torch, and render to notebooks; their meter tells the truth."""
+"""The labs run, need what they say, and render to notebooks; their meter tells the truth."""
 
 import ast
 import importlib.util
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ LABS_FOLDER = Path(__file__).resolve().parents[2] / "labs"
 LABS = sorted(LABS_FOLDER.glob("[0-9][0-9]_*.py"))
 RENDER = LABS_FOLDER / "render.py"
 HELPERS = ("lab_tools", "rounding", "tiles")
+# What a lab may import beside torch.
+EXTRA_MODULES = {"04": {"tilewise", "triton"}}
 SOURCES = [*LABS, *(LABS_FOLDER / f"{name}.py" for name in HELPERS)]
 MARKDOWN, CODE = "# %% [markdown]", "# %%"
 TIMEOUT_S = 300
@@ -23,11 +26,15 @@ TIMEOUT_S = 300
 every_lab = pytest.mark.parametrize("lab", LABS, ids=[lab.stem for lab in LABS])
 
 
-def run_python(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *args: object, cwd: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
     # One thread: CI machines share their cores, and the labs are small.
     env = os.environ | {"OMP_NUM_THREADS": "1"} | env
     command = [sys.executable, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=TIMEOUT_S)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=env, cwd=cwd, timeout=TIMEOUT_S
+    )
 
 
 def cells_of(lab: Path) -> list[tuple[str, list[str]]]:
@@ -61,12 +68,13 @@ def lab_tools() -> ModuleType:
     return module
 
 
-def test_there_are_three_labs_in_order():
-    assert [lab.name[:3] for lab in LABS] == ["01_", "02_", "03_"]
+def test_there_are_four_labs_in_order():
+    assert [lab.name[:3] for lab in LABS] == ["01_", "02_", "03_", "04_"]
 
 
 @every_lab
 def test_lab_runs_without_warnings(lab):
+    skip_without(*EXTRA_MODULES.get(lab.name[:2], ()))
     result = run_python("-W", "error", lab)
     assert result.returncode == 0, result.stderr
     # The last thing before the solutions: the lab ran to its end.
@@ -89,14 +97,52 @@ def test_lab_parses_into_markdown_and_code_cells(lab):
 
 
 @pytest.mark.parametrize("lab", SOURCES, ids=[source.stem for source in SOURCES])
-def test_lab_needs_torch_only(lab):
+def test_lab_needs_what_it_says(lab):
     imported = set()
     for node in ast.walk(ast.parse(lab.read_text())):
         if isinstance(node, ast.Import):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add((node.module or "").split(".")[0])
-    assert imported - sys.stdlib_module_names <= {"torch", *HELPERS}
+    allowed = {"torch", *HELPERS} | EXTRA_MODULES.get(lab.name[:2], set())
+    assert imported - sys.stdlib_module_names <= allowed
+
+
+@pytest.fixture(scope="module")
+def built_kernels(tmp_path_factory) -> dict[str, Any]:
+    """Lab 4's kernels, compiled for sm_90: what the binaries contain."""
+    skip_without("triton")
+    folder = tmp_path_factory.mktemp("lab_04")
+    # Triton 3.9 warns unless one says whether products and sums are fused.
+    env = {
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(folder),
+        "TRITON_DEFAULT_FP_FUSION": "1",
+    }
+    compiler = Path(__file__).with_name("compile_lab_04.py")
+    result = run_python(compiler, LABS_FOLDER / LABS[3].name, cwd=folder, **env)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_lab_04_says_what_the_compiler_builds(built_kernels):
+    few_warps, *deeper = built_kernels["forward"]
+    assert few_warps["registers"] == 255 and few_warps["stack"] > 0
+    assert all(build["registers"] < 255 and build["stack"] == 0 for build in deeper)
+    assert [build["shared_kb"] for build in deeper] == [64, 96, 128]
+    one_stage, *more_stages = (build["cp_async"] for build in deeper)
+    assert one_stage == 0 < min(more_stages)
+    for build in (*built_kernels["forward"], built_kernels["dkdv"], built_kernels["dq"]):
+        assert build["wgmma"] > 0 and build["atomics"] == 0
+
+
+def test_lab_04_prints_the_table_of_its_triton_version(built_kernels):
+    text = LABS[3].read_text()
+    if f"Triton {built_kernels['triton']}" not in text:
+        pytest.skip(f"the lab's table is not of Triton {built_kernels['triton']}")
+    columns = ("num_warps", "num_stages", "wgmma", "cp_async", "shared_kb", "registers", "stack")
+    for build in built_kernels["forward"]:
+        assert f"# | {' | '.join(str(build[column]) for column in columns)} |" in text
 
 
 def test_labs_render_to_notebooks(tmp_path):
@@ -114,9 +160,11 @@ def test_labs_render_to_notebooks(tmp_path):
         assert kinds == ["markdown" if m == MARKDOWN else "code" for m, _ in cells_of(lab)]
 
 
-def test_a_rendered_notebook_executes(tmp_path):
-    skip_without("jupytext", "nbformat", "nbclient", "ipykernel")
-    result = run_python(RENDER, "--execute", "--out", tmp_path, "02")
+@pytest.mark.parametrize("number", ["02", "04"])
+def test_a_rendered_notebook_executes(tmp_path, number):
+    modules = EXTRA_MODULES.get(number, set())
+    skip_without("jupytext", "nbformat", "nbclient", "ipykernel", *modules)
+    result = run_python(RENDER, "--execute", "--out", tmp_path, number)
     assert result.returncode == 0, result.stderr
     (notebook,) = tmp_path.glob("*.ipynb")
     assert "Exercise 3: not attempted yet." in notebook.read_text()
