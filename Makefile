@@ -20,7 +20,7 @@ LABS := $(sort $(wildcard labs/[0-9]*.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env run test gpu-test lint format labs notebooks docs bench clean
+.PHONY: help env run test gpu-test lint format labs notebooks docs bench gpu-bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ docs: $(READY)  ## run the documents' commands and examples, and check their lin
 
 bench: $(READY)  ## tilewise bench
 	@$(BIN)/tilewise bench $(ARGS)
+
+gpu-bench:  ## tilewise bench on a GPU, stored under benchmarks/results
+	@$(GPU_PYTHON) -m tilewise bench --device cuda --output benchmarks/results $(ARGS)
 
 clean:  ## remove what the targets wrote, except the environment
 	@rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.cli import main, options
+from tilewise.cli import bench, main, options
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -33,6 +33,9 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["verify", "--device", "cuda:99"], "device 'cuda:99' is not here"),
         (["verify", "--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["bench", "--grid", "sparse"], "grid must be one of dense, window, memory"),
+        (["bench", "--grid", "dense,sparse"], "grid must be one of dense, window, memory"),
+        (["bench", "--device", "cpu", "--minutes", "5"], "--minutes is for a run on a GPU"),
+        (["bench", "--device", "cpu", "--backend", "tiled"], "--backend is for a run on a GPU"),
         (["bench", "--lengths", "0"], "lengths must be integers from 1 on, got '0'"),
         (["bench", "--lengths", "64", "4k"], "lengths must be integers from 1 on, got '4k'"),
         (["bench", "--lengths", "64,-1"], "got '-1'"),
@@ -55,6 +58,26 @@ def test_one_sentence(capsys: pytest.CaptureFixture[str], argv: list[str], words
     said = complaint(capsys, *argv)
     assert words in said
     assert said.startswith("tilewise")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--grid", "memory"], "grid must be one of dense, headdims, window, documents, features"),
+        (["--grid", ""], "got ''"),
+        (["--backend", "tiled,warp"], "backend must be one of auto, reference, tiled"),
+        (["--minutes", "0"], "minutes must be above 0, got 0"),
+        (["--minutes", "nan"], "minutes must be above 0, got nan"),
+    ],
+)
+def test_one_sentence_on_a_gpu(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setattr(bench, "_run_on_cpu", bench._run_on_gpu)
+    assert words in complaint(capsys, "bench", "--device", "cpu", *argv)
 
 
 def test_missing_extras_are_named_with_what_brings_them(

@@ -1,6 +1,7 @@
 """The commands at work: exit codes, JSON alone on stdout, what a broken backend leads to."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.bench.gpu.fakes import Meter
+from tilewise.bench.cases import Case
 from tilewise.catalog import OPS
+from tilewise.cli import bench as cli_bench
 from tilewise.cli import console, main
 from tilewise.dense import api
 
@@ -127,6 +131,61 @@ def test_bench_refuses_a_wrong_backend(capsys: Capture) -> None:
     assert rows["SDPA, bool mask"]["status"] == "timed"
     assert main(argv) == 1
     assert "REFUSED Tilewise on causal window 512 64 float32" in capsys.readouterr().out
+
+
+@pytest.fixture
+def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command on a GPU, with a meter in its place, a small anchor and given ceilings."""
+    anchor = Case("causal", 16, H=1, D=8)
+    ceilings = {"matrix_product_tflops": 800.0, "copy_gbps": 4000.0}
+    monkeypatch.setattr(cli_bench, "_run_on_cpu", cli_bench._run_on_gpu)
+    monkeypatch.setattr("tilewise.bench.gpu.meter.CudaMeter", lambda device: Meter())
+    monkeypatch.setattr("tilewise.bench.gpu.run.anchor", lambda: anchor)
+    monkeypatch.setattr("tilewise.bench.gpu.run.measure_ceilings", lambda *_: ceilings)
+
+
+GPU_BENCH = ["bench", "--device", "cpu", "--quick", "--grid", "host", "--lengths", "16"]
+
+
+@pytest.mark.usefixtures("gpu_bench")
+def test_gpu_bench_as_a_table(capsys: Capture) -> None:
+    assert main(GPU_BENCH) == 0
+    said = capsys.readouterr().out
+    for words in ("Tilewise: tiled", "host with grad", "SDPA us", "ceiling 800 TFLOP/s"):
+        assert words in said
+    assert "Not in the tables: FA3: package fa3-fwd is not installed" in said
+
+
+@pytest.mark.usefixtures("gpu_bench")
+def test_gpu_bench_stores_what_it_prints(capsys: Capture, tmp_path: Path) -> None:
+    assert main([*GPU_BENCH, "--backend", "tiled", "--json", "--output", str(tmp_path)]) == 0
+    printed = read_json(capsys)
+    # In a folder the file is named after the device and the day.
+    (file,) = tmp_path.iterdir()
+    assert re.fullmatch(r"cpu-\d{4}-\d\d-\d\d\.json", file.name)
+    assert json.loads(file.read_text()) == printed
+    assert printed["finished"] is True
+    assert [row["grid"] for row in printed["rows"]] == [
+        "anchor, start",
+        *["host"] * 4,
+        "anchor, end",
+    ]
+    assert {own["name"] for row in printed["rows"] for own in row["ours"]} == {"Tilewise, tiled"}
+
+
+@pytest.mark.usefixtures("gpu_bench", "broken")
+def test_gpu_bench_refuses_a_wrong_backend(capsys: Capture) -> None:
+    # In bfloat16 a percent is within the budget.
+    assert main([*GPU_BENCH, "--dtype", "float32", "--json"]) == 1
+    for row in read_json(capsys)["rows"]:
+        assert [(own["status"], own["time_ms"]) for own in row["ours"]] == [("refused", None)]
+        assert row["ratio_best_peer"] is None
+
+
+@pytest.mark.usefixtures("gpu_bench")
+def test_gpu_bench_within_its_minutes(capsys: Capture) -> None:
+    assert main([*GPU_BENCH, "--minutes", "1e-9"]) == 0
+    assert "Left out, since the time was up: host: D 64 full 16" in capsys.readouterr().out
 
 
 def test_doctor(capsys: Capture) -> None:

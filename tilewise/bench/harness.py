@@ -20,7 +20,7 @@ from .. import catalog
 from ..core.tolerance import measure_budget
 from ..dense.budget import Case as Call
 from . import memory
-from .cases import BOTH, Case
+from .cases import Case
 from .peers import BASELINES, TORCH_FLASH_OP, Peer, bind, explain_choice
 from .progress import Progress
 
@@ -112,7 +112,7 @@ def measure(
             continue
         row = Row(case, peer.name, peer.is_ours, NOT_RUN, note=skipped.get(peer.name, ""))
         rows[peer.name] = row
-        row.note = row.note or _lacks_memory(peer, case, device)
+        row.note = row.note or lacks_memory(peer, case, device)
         if row.note:
             continue
         row.note = verify(peer, case, device)
@@ -176,10 +176,7 @@ def time_interleaved(
     clock: Callable[[], float] = time.perf_counter,
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
-    """Time each call once a round, in an order that rotates, so that drift meets all alike.
-
-    The first call of each is a warm-up; it or a second one tells how many make a sample.
-    """
+    """Time each call by the host's clock, once a round."""
 
     def sample(call: Callable[[], Any], repeats: int) -> float:
         synchronize()
@@ -189,12 +186,27 @@ def time_interleaved(
         synchronize()
         return (clock() - start) / repeats
 
+    return time_rounds(calls, rounds=rounds, sample=sample)
+
+
+def time_rounds(
+    calls: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    sample: Callable[[Callable[[], Any], int], float],
+    sample_s: float = _SAMPLE_S,
+) -> dict[str, Timing]:
+    """Time each call once a round, in an order that rotates, so that drift meets all alike.
+
+    sample: runs a call so many times and returns the seconds that one took. The first call of
+    each is a warm-up; it or a second one tells how many make a sample of `sample_s`.
+    """
     repeats = {}
     for name, call in calls.items():
         once = sample(call, 1)
         if once < _LONG_S:
             once = sample(call, 1)
-        repeats[name] = min(1000, math.ceil(_SAMPLE_S / once)) if once > 0 else 1000
+        repeats[name] = min(1000, math.ceil(sample_s / once)) if once > 0 else 1000
     names = list(calls)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
@@ -226,7 +238,8 @@ def _enter_ratios(rows: Mapping[str, Row]) -> None:
             row.ratio_to_sdpa = baseline.median_s / row.timing.median_s
 
 
-def _lacks_memory(peer: Peer, case: Case, device: torch.device) -> str:
+def lacks_memory(peer: Peer, case: Case, device: torch.device) -> str:
+    """Why the peer's score matrices do not fit; empty where they do."""
     needed, free = peer.scores_bytes(case), memory.available_bytes(device)
     # Half, so that a machine in use does not begin to swap.
     if needed <= free / 2:
@@ -241,19 +254,35 @@ def verify(peer: Peer, case: Case, device: torch.device) -> str:
     """What is wrong with the peer on a short call of the same kind; empty where nothing is."""
     short = case.verified_form()
     try:
-        results = bind(peer, short, device)()
+        results = run_short(peer, short, device)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        return f"raised {type(error).__name__}: {error}"
-    if peer.heads_first:
-        results = tuple(x.transpose(1, 2) for x in results)
+        return describe_error(error)
+    return judge_short(results, short, device)
+
+
+def run_short(peer: Peer, short: Case, device: torch.device) -> tuple[Tensor, ...]:
+    """Out and the gradients of a verified form, `[B, M, H, D]`."""
+    # What dropout draws is then what the oracle draws.
+    torch.manual_seed(_SEED)
+    results = bind(peer, short, device)()
+    return tuple(x.transpose(1, 2) for x in results) if peer.heads_first else results
+
+
+def judge_short(results: Sequence[Tensor], short: Case, device: torch.device) -> str:
+    """The first of the results that is over the budget, with its figures; empty where none is."""
     exact, eager, floors = _judges(short, device)
-    for got, name in zip(results, ("out", "dq", "dk", "dv"), strict=False):
+    for got, name in zip(results, exact, strict=False):
         report = measure_budget(got, exact[name], eager[name], name=name, floor=floors[name])
         if not report.is_within:
             return str(report)
     return ""
 
 
+def describe_error(error: Exception) -> str:
+    return f"raised {type(error).__name__}: {error}"
+
+
+_SEED = 0
 Named = dict[str, Tensor]
 
 
@@ -262,20 +291,25 @@ def _judges(case: Case, device: torch.device) -> tuple[Named, Named, dict[str, f
     """The exact and the eager results of a case by the catalog, and the floors of gradients."""
     op = next(op for op in catalog.OPS if op.name == "attention")
     q, k, v, dout = case.draw(device)
-    tensors = {"q": q, "k": k, "v": v}
-    call = Call("attention", str(case), tensors, {"mask": case.build_mask()})
+    terms = case.terms(device)
+    options = {name: x for name, x in terms.items() if not isinstance(x, Tensor)}
+    tensors = {"q": q, "k": k, "v": v, **{n: x for n, x in terms.items() if isinstance(x, Tensor)}}
+    options["mask"] = case.build_mask(device)
+    call = Call("attention", str(case), tensors, options, _SEED)
+    wide = {name: x.to(torch.float64) for name, x in tensors.items()}
 
-    def results(form: str, dtype: torch.dtype) -> Named:
-        leaves = {name: x.to(dtype, copy=True).requires_grad_() for name, x in tensors.items()}
+    def results(form: str, given: Named) -> Named:
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
         out = op.load(form)(call, leaves)["out"]
         found = {"out": out.detach()}
-        if case.direction == BOTH:
-            gradients = torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype))
-            found |= {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+        if case.has_gradients:
+            learned = ("q", "k", "v", *case.learned)
+            asked = [leaves[name] for name in learned]
+            gradients = torch.autograd.grad(out, asked, dout.to(out.dtype))
+            found |= {f"d{name}": x for name, x in zip(learned, gradients, strict=True)}
         return found
 
-    wide = {name: x.to(torch.float64) for name, x in tensors.items()}
     eps = torch.finfo(torch.float32).eps
     floors = op.load("floors")(call, wide, {"out": dout.to(torch.float64)}, eps)
     named = {"out": 0.0, **{f"d{name}": floors[name] for name in tensors}}
-    return results("exact", torch.float64), results("eager", case.dtype), named
+    return results("exact", wide), results("eager", tensors), named

@@ -101,7 +101,8 @@ def _as_json(case: Case) -> dict[str, Any]:
 def _answer(question: dict[str, Any]) -> int | None:
     torch.set_num_threads(question["threads"])
     fields = question["case"]
-    case = Case(**{**fields, "dtype": getattr(torch, fields["dtype"])})
+    fields |= {"dtype": getattr(torch, fields["dtype"]), "documents": tuple(fields["documents"])}
+    case = Case(**fields)
     peer = next(peer for peer in PEERS if peer.name == question["peer"])
     device = torch.device("cpu")
     # Libraries load and set up their threads in a small call, which is not counted.

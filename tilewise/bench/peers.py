@@ -1,5 +1,7 @@
 """The contestants: Tilewise and what a user of PyTorch would call instead, behind one adapter.
 
+Those that only a GPU runs are in `gpu/peers.py`.
+
 All get the same tensors, `[B, M, H, D]` as projections give them; one that takes `[B, H, M, D]`
 gets them transposed, as models hand them over. SDPA also runs on copies in its own layout, made
 before the clock starts, in a row of its own. What depends on the mask alone is made before it too.
@@ -7,7 +9,7 @@ before the clock starts, in a row of its own. What depends on the mask alone is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +19,11 @@ from torch import Tensor
 from ..core.backends import BackendChoice
 from ..dense import torch_flash
 from ..dense.api import attention, explain_backend
-from .cases import BOTH, Case
+from .cases import BACKWARD, BOTH, FORWARD, HOST, Case
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Takes q, k, v and, by keyword, the terms of the case (`Case.terms`).
+Attend = Callable[..., Tensor]
+Call = Callable[[], tuple[Tensor, ...]]
 
 # The op to which a piece is handed on the CPU; seeing it run decides the label.
 TORCH_FLASH_OP = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -32,7 +36,9 @@ class Peer:
     build: makes the function that attends for a case. heads_first: it takes `[B, H, M, D]`, else
     `[B, M, H, D]`. is_copied: it takes copies in its layout instead of views. serves: whether the
     case is a question for it. scores_copies: how many `[B, H, M, N]` tensors it holds at once in
-    the forward pass.
+    the forward pass. keeps_grad: its forward is called with gradients on even where none are
+    asked for, so that what it compiles serves both. version: of the package that it comes from.
+    backend: the one of ours that it names, empty where the case's own arguments do not tell.
     """
 
     name: str
@@ -42,50 +48,66 @@ class Peer:
     serves: Callable[[Case, torch.device], bool] = lambda case, device: True
     scores_copies: int = 0
     is_ours: bool = False
+    keeps_grad: bool = False
+    version: str = ""
+    backend: str = "auto"
 
     def scores_bytes(self, case: Case) -> int:
         """What the score matrices take at their peak; backward holds about as many again."""
-        copies = self.scores_copies * (2 if case.direction == BOTH else 1)
+        copies = self.scores_copies * (2 if case.has_gradients else 1)
         return copies * case.scores_bytes
 
 
-def bind(peer: Peer, case: Case, device: torch.device) -> Callable[[], tuple[Tensor, ...]]:
-    """A call without arguments, ready to be timed: out, or out and the three gradients.
+def bind(
+    peer: Peer, case: Case, device: torch.device, drawn: Sequence[Tensor] | None = None
+) -> Call:
+    """A call without arguments, ready to be timed.
 
-    What it returns is in the peer's own layout.
+    It returns out, or out and the gradients (of q, k, v and the learned terms), or for the
+    backward direction the gradients alone, of a forward that ran here; all in the peer's layout.
+    drawn: what `case.draw` gave, to be shared; drawn here where it is not given.
     """
     attend = peer.build(case, device)
-    *inputs, dout = case.draw(device)
+    terms = case.terms(device)
+    *inputs, dout = case.draw(device) if drawn is None else drawn
     if peer.heads_first:
         inputs, dout = [x.transpose(1, 2) for x in inputs], dout.transpose(1, 2)
     if peer.is_copied:
         inputs, dout = [x.contiguous() for x in inputs], dout.contiguous()
-    if case.direction != BOTH:
+    if case.direction in (FORWARD, HOST) and not peer.keeps_grad:
 
         def forward() -> tuple[Tensor, ...]:
             with torch.no_grad():
-                return (attend(*inputs),)
+                return (attend(*inputs, **terms),)
 
         return forward
-    leaves = [x.requires_grad_() for x in inputs]
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    leaves = [*inputs, *(terms[name].requires_grad_() for name in case.learned)]
+    if case.direction == BACKWARD:
+        stored = attend(*inputs, **terms)
+        return lambda: torch.autograd.grad(stored, leaves, dout, retain_graph=True)
+    if case.direction != BOTH:
+        return lambda: (attend(*inputs, **terms),)
 
     def forward_and_backward() -> tuple[Tensor, ...]:
-        out = attend(*leaves)
+        out = attend(*inputs, **terms)
         return (out.detach(), *torch.autograd.grad(out, leaves, dout))
 
     return forward_and_backward
 
 
-def explain_choice(case: Case, device: torch.device) -> BackendChoice:
+def explain_choice(case: Case, device: torch.device, backend: str = "auto") -> BackendChoice:
     """Which backend a call of `tilewise.attention` for this case runs on."""
-    q, k, v, _ = case.verified_form().draw(device)
-    return explain_backend(q, k, v, mask=case.build_mask())
+    short = case.verified_form()
+    q, k, v, _ = short.draw(device)
+    mask, terms = short.build_mask(device), short.terms(device)
+    return explain_backend(q, k, v, mask=mask, backend=backend, **terms)
 
 
 # Peers that people may look for in the table, and why they are not in it.
 MISSING = {
-    "FlexAttention": "needs torch.compile, which this version's bench does not run",
-    "flash-attn, xFormers": "run on CUDA GPUs only, which no kernel of this version is made for",
+    "FlexAttention": "is timed on a GPU only; on a CPU torch.compile needs a C++ compiler",
+    "FlashAttention 3 and 4": "run on CUDA GPUs only",
 }
 
 
@@ -93,12 +115,12 @@ MISSING = {
 
 
 def _build_tilewise(case: Case, device: torch.device) -> Attend:
-    mask = case.build_mask()
-    return lambda q, k, v: attention(q, k, v, mask=mask)
+    mask = case.build_mask(device)
+    return lambda q, k, v, **terms: attention(q, k, v, mask=mask, **terms)
 
 
 def _build_pure_tiled(case: Case, device: torch.device) -> Attend:
-    mask = case.build_mask()
+    mask = case.build_mask(device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch_flash.disabled():

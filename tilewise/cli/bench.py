@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .options import (
@@ -17,8 +19,12 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..bench.gpu.run import Request as GpuRequest
+    from ..bench.gpu.run import Result as GpuResult
     from ..bench.harness import Row
-    from ..bench.run import Result
+    from ..bench.run import Request, Result
 
 COMMAND = "tilewise bench"
 
@@ -27,35 +33,49 @@ def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench", help="time and weigh attention beside PyTorch's, after verifying each"
     )
-    parser.add_argument("--quick", action="store_true", help="short lengths and three rounds")
-    parser.add_argument("--grid", help="dense, window or memory; all when not given")
+    parser.add_argument("--quick", action="store_true", help="fewer lengths and three rounds")
+    parser.add_argument(
+        "--grid",
+        help="some with commas, all when not given: dense, window, memory on a CPU; dense, "
+        "headdims, window, documents, features, gqa, small, host on a GPU",
+    )
     parser.add_argument("--lengths", nargs="+", default=(), help="in place of the grids' own")
     parser.add_argument("--dtype", help="in place of the grids' own: some with commas, or all")
     parser.add_argument("--threads", type=int, help="of torch; as torch has them when not given")
-    parser.add_argument("--output", metavar="FILE", help="store the run as JSON")
+    parser.add_argument(
+        "--backend", help="GPU: which of ours run, some with commas; the first is judged"
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="GPU: end after so many, with what was measured by then"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="store the run as JSON; in a folder, under the name of the device and the date",
+    )
     add_device(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    device = read_device(COMMAND, arguments.device)
+    set_threads(COMMAND, arguments.threads)
+    return (_run_on_gpu if device.type == "cuda" else _run_on_cpu)(arguments, device)
 
+
+def _run_on_cpu(arguments: argparse.Namespace, device: torch.device) -> int:
     from ..bench.cases import GRIDS
     from ..bench.run import Request
     from ..bench.run import run as run_bench
     from . import console
 
-    if arguments.grid not in (None, *GRIDS):
-        raise UsageError(
-            f"{COMMAND}: grid must be one of {', '.join(GRIDS)}, got {arguments.grid!r}."
-        )
-    device = read_device(COMMAND, arguments.device)
-    dtypes = () if arguments.dtype is None else read_dtypes(COMMAND, arguments.dtype)
-    lengths = read_lengths(COMMAND, arguments.lengths)
-    output = None if arguments.output is None else read_output(COMMAND, arguments.output)
-    set_threads(COMMAND, arguments.threads)
-    grids = (arguments.grid,) if arguments.grid else GRIDS
-    request = Request(device, grids, lengths, dtypes, arguments.quick)
+    for name in ("backend", "minutes"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"{COMMAND}: --{name} is for a run on a GPU; the device is {device}.")
+    grids = read_grids(arguments.grid, GRIDS)
+    request: Request = Request(device, grids, *_read_sizes(arguments), arguments.quick)
+    output = _read_output(arguments.output, device)
     with console.open_progress() as progress:
         result = run_bench(request, progress)
     document = {"command": "bench", **result.as_json()}
@@ -68,12 +88,91 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if result.refused else 0
 
 
+def _run_on_gpu(arguments: argparse.Namespace, device: torch.device) -> int:
+    from ..bench.gpu.grids import GPU_GRIDS
+    from ..bench.gpu.meter import CudaMeter
+    from ..bench.gpu.run import File, Request
+    from ..bench.gpu.run import run as run_bench
+    from . import console
+
+    grids = read_grids(arguments.grid, GPU_GRIDS)
+    backends = read_backends(arguments.backend)
+    minutes = read_minutes(arguments.minutes)
+    lengths, dtypes = _read_sizes(arguments)
+    request: GpuRequest = Request(
+        device, grids, backends, lengths, dtypes, arguments.quick, minutes
+    )
+    output = _read_output(arguments.output, device)
+    store = (lambda result: None) if output is None else File(output)
+    with console.open_progress() as progress:
+        result = run_bench(request, progress, CudaMeter(device), store=store)
+    if arguments.json:
+        console.print_json({"command": "bench", **result.as_json()})
+    else:
+        print_gpu_result(result)
+    return 1 if result.has_failed else 0
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def read_grids(text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    """From a list with commas, without repeats; all where there is none."""
+    names = known if text is None else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{COMMAND}: grid must be one of {', '.join(known)}, got {name!r}.")
+    return names
+
+
+def read_backends(text: str | None) -> tuple[str, ...]:
+    from ..dense.choice import BACKENDS
+
+    known = ("auto", *BACKENDS)
+    names = ("auto",) if text is None else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{COMMAND}: backend must be one of {', '.join(known)}, got {name!r}.")
+    return names
+
+
+def read_minutes(minutes: float | None) -> float | None:
+    if minutes is not None and not 0 < minutes < float("inf"):
+        raise UsageError(f"{COMMAND}: minutes must be above 0, got {minutes:g}.")
+    return minutes
+
+
+def _read_sizes(arguments: argparse.Namespace) -> tuple[list[int], list[torch.dtype]]:
+    dtypes = [] if arguments.dtype is None else read_dtypes(COMMAND, arguments.dtype)
+    return read_lengths(COMMAND, arguments.lengths), dtypes
+
+
+def _read_output(text: str | None, device: torch.device) -> Path | None:
+    if text is None:
+        return None
+    if text and Path(text).is_dir():
+        return read_output(COMMAND, str(Path(text) / file_name(device)))
+    return read_output(COMMAND, text)
+
+
+def file_name(device: torch.device) -> str:
+    """`nvidia-h200-2026-01-31.json`: the device and the day."""
+    from ..bench import environment
+
+    described = environment.describe(device)
+    name = str(described["gpu"] or "cpu").lower()
+    return f"{re.sub(r'[^a-z0-9]+', '-', name).strip('-')}-{str(described['date']).split()[0]}.json"
+
+
 def set_threads(command: str, threads: int | None) -> None:
     import torch
 
     if threads is not None and threads < 1:
         raise UsageError(f"{command}: threads must be at least 1, got {threads}.")
     torch.set_num_threads(threads or torch.get_num_threads())
+
+
+# ---------------------------------------------------------------- what is shown
 
 
 def _shape(row: Row) -> str:
@@ -99,3 +198,19 @@ def _print_result(result: Result) -> None:
         console.print_line(f"REFUSED {row.contestant} on {row.case}: {row.note}")
     for name, why in MISSING.items():
         console.print_line(f"Not in the table: {name}: {why}.")
+
+
+def print_gpu_result(result: GpuResult) -> None:
+    from ..bench.gpu.words import TEXT_COLUMNS, describe_end, tabulate
+    from . import console
+
+    header = result.header
+    machine = (
+        f"{header['gpu']}, torch {header['torch']}, ceiling "
+        f"{header['matrix_product_tflops']:.0f} TFLOP/s and {header['copy_gbps']:.0f} GB/s"
+    )
+    for name in dict.fromkeys(cell.grid for cell in result.cells):
+        columns, rows = tabulate([cell for cell in result.cells if cell.grid == name])
+        console.print_table(f"{name}: {machine}", columns, rows, texts=TEXT_COLUMNS)
+    for line in describe_end(result):
+        console.print_line(line)
