@@ -32,8 +32,11 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["verify", "--device", "meta"], "device must be auto, cpu or cuda, got 'meta'"),
         (["verify", "--device", "cuda:99"], "device 'cuda:99' is not here"),
         (["verify", "--frobnicate"], "unrecognized arguments: --frobnicate"),
-        (["bench", "--grid", "sparse"], "grid must be one of dense, window, memory"),
-        (["bench", "--grid", "dense,sparse"], "grid must be one of dense, window, memory"),
+        (
+            ["bench", "--device", "cpu", "--grid", "sparse"],
+            "grid must be one of dense, window, memory",
+        ),
+        (["bench", "--device", "cpu", "--grid", "dense,sparse"], "memory, got 'sparse'"),
         (["bench", "--device", "cpu", "--minutes", "5"], "--minutes is for a run on a GPU"),
         (["bench", "--device", "cpu", "--backend", "tiled"], "--backend is for a run on a GPU"),
         (["bench", "--lengths", "0"], "lengths must be integers from 1 on, got '0'"),

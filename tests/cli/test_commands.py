@@ -101,9 +101,12 @@ def test_a_backend_that_raises_is_a_failure_and_not_the_end(
     ] * 4
 
 
+CPU_BENCH = ["bench", "--device", "cpu", "--quick", "--grid", "window", "--lengths", "64"]
+CPU_BENCH += ["--dtype", "float32"]
+
+
 def test_bench_as_a_table(capsys: Capture) -> None:
-    argv = ["bench", "--quick", "--grid", "window", "--lengths", "64", "--dtype", "float32"]
-    assert main(argv) == 0
+    assert main(CPU_BENCH) == 0
     said = capsys.readouterr().out
     for words in ("Tilewise: tiled", "SDPA, bool mask", "eager", "x SDPA", "min..max", "extra MB"):
         assert words in said
@@ -112,8 +115,7 @@ def test_bench_as_a_table(capsys: Capture) -> None:
 
 def test_bench_stores_what_it_prints(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    argv = ["bench", "--quick", "--grid", "window", "--lengths", "64", "--dtype", "float32"]
-    assert main([*argv, "--threads", "1", "--json", "--output", str(file)]) == 0
+    assert main([*CPU_BENCH, "--threads", "1", "--json", "--output", str(file)]) == 0
     printed = read_json(capsys)
     assert json.loads(file.read_text()) == printed
     assert printed["header"]["threads"] == 1
@@ -122,14 +124,13 @@ def test_bench_stores_what_it_prints(capsys: Capture, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("broken")
 def test_bench_refuses_a_wrong_backend(capsys: Capture) -> None:
-    argv = ["bench", "--quick", "--grid", "window", "--lengths", "64", "--dtype", "float32"]
-    assert main([*argv, "--json"]) == 1
+    assert main([*CPU_BENCH, "--json"]) == 1
     rows = {row["contestant"]: row for row in read_json(capsys)["rows"]}
     assert rows["Tilewise"]["status"] == "refused"
     assert "out: max error" in rows["Tilewise"]["note"]
     assert rows["Tilewise"]["time_ms"] is None
     assert rows["SDPA, bool mask"]["status"] == "timed"
-    assert main(argv) == 1
+    assert main(CPU_BENCH) == 1
     assert "REFUSED Tilewise on causal window 512 64 float32" in capsys.readouterr().out
 
 
@@ -137,6 +138,7 @@ def test_bench_refuses_a_wrong_backend(capsys: Capture) -> None:
 def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command on a GPU, with a meter in its place, a small anchor and given ceilings."""
     anchor = Case("causal", 16, H=1, D=8)
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", None)
     ceilings = {"matrix_product_tflops": 800.0, "copy_gbps": 4000.0}
     monkeypatch.setattr(cli_bench, "_run_on_cpu", cli_bench._run_on_gpu)
     monkeypatch.setattr("tilewise.bench.gpu.meter.CudaMeter", lambda device: Meter())
