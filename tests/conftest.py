@@ -39,8 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--device cuda: torch sees no CUDA GPU here.")
         backend = backend or "triton"
         _run_on_cuda(config)
-    elif backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise pytest.UsageError("--backend triton: on the CPU it needs TRITON_INTERPRET=1.")
+    elif backend == "triton":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise pytest.UsageError("--backend triton: on the CPU it needs TRITON_INTERPRET=1.")
+        # The interpreter of Triton 3.6 does so, and numpy warns of it.
+        numpy_warning = "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
+        config.addinivalue_line("filterwarnings", numpy_warning)
     UNDER_TEST.device, UNDER_TEST.backend = device, backend
 
 

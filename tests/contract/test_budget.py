@@ -31,7 +31,6 @@ def backends_of(op: catalog.Op, dtype: torch.dtype) -> list[str]:
 INTERPRETED = {
     "attention": (
         "causal",
-        "one query",
         "key_padding, lengths 0 and 80",
         "blocks",
         "everything at once",

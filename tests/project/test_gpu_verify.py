@@ -107,3 +107,7 @@ def test_report_of_the_tests_is_read(tmp_path: Path) -> None:
     assert found.cases == ["C078", "C237", "C239"]
     assert (len(found.passed), len(found.failed)) == (3, 2)
     assert found.skipped == {"one GPU": 1}
+
+
+def test_a_report_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    assert gpu_test.read_tests(tmp_path / "tests.xml") == gpu_test.Tests()
