@@ -68,4 +68,7 @@ def test_rocm_is_tried_whatever_its_number_and_told_apart(gpu: pytest.MonkeyPatc
 
 def test_interpreter_is_tried_when_it_is_on(gpu: pytest.MonkeyPatch) -> None:
     gpu.setenv("TRITON_INTERPRET", "1")
-    assert [row["device"] for row in doctor.try_triton()] == ["cuda:0", "cpu"]
+    on_gpu, on_cpu = doctor.try_triton()
+    assert (on_gpu["status"], on_cpu["status"], on_cpu["device"]) == ("absent", "works", "cpu")
+    assert "TRITON_INTERPRET=1 is set" in on_gpu["why"]
+    assert options.default_device().type == "cpu"

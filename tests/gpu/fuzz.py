@@ -49,7 +49,7 @@ def draw(seed: int, device: torch.device, values: int = 0) -> Call:
         M, N = (max(side) for side in zip(*documents, strict=True))
     mask, mask_words = _mask(form, dice, B, M, N, device)
     options: dict[str, Any] = {"mask": mask}
-    seed_of_values = 3 * seed + values
+    seed_of_values = 8 * seed + values
     tensors = _tensors(
         dice, seed_of_values, (B, M, N, H, G, D, E), dtype, device, documents, is_packed
     )

@@ -55,9 +55,11 @@ def test_kernels_run_under_the_interpreter_and_never_in_double(
     for device, dtype, names in (
         ("cpu", torch.float32, ["tiled", "triton"]),
         ("cpu", torch.float64, ["tiled"]),
-        ("cuda", torch.float64, ["tiled"]),
+        ("cuda", torch.float32, ["tiled"]),
     ):
         assert [t.backend for t in budget.targets([op], [dtype], device)] == names
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert [t.backend for t in budget.targets([op], [torch.float64], "cuda")] == ["tiled"]
     assert budget.targets([op], [torch.float64], "cuda", backend="triton") == []
 
 

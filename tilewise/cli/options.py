@@ -73,8 +73,12 @@ def default_device() -> torch.device:
 
 def why_no_kernels() -> str:
     """Why Triton kernels cannot run on a GPU here and what to do about it; empty if they can."""
+    import os
+
     import torch
 
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 is set, so Triton only interprets, on the CPU; unset it."
     if not torch.cuda.is_available():
         if torch.version.cuda is None and torch.version.hip is None:
             return (

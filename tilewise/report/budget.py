@@ -92,8 +92,11 @@ def _runs(backend: str, dtype: torch.dtype, device_type: str) -> bool:
     """Kernels want a GPU, or Triton's interpreter, and compute in fp32 at most."""
     if backend not in _KERNELS:
         return True
-    is_interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    return dtype != torch.float64 and (device_type == "cuda" or is_interpreted)
+    if dtype == torch.float64:
+        return False
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return backend == "triton" and device_type == "cpu"
+    return device_type == "cuda"
 
 
 def verify(
