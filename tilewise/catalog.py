@@ -47,7 +47,7 @@ def _dense(name: str) -> Op:
         eager="dense.budget:eager",
         floors="dense.budget:floors",
         cases="dense.cases:cases",
-        backends=("tiled",),
+        backends=("tiled", "triton"),
         paper=_FLASH_2,
     )
 

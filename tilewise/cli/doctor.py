@@ -96,7 +96,7 @@ def try_backends() -> list[dict[str, str]]:
     """Each backend on each device, by running it: name, device, status, why."""
     import torch
 
-    from ..dense.api import BACKENDS
+    from ..dense.choice import BACKENDS
 
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():

@@ -5,7 +5,10 @@ Each op's `api.py` owns its table of backends; this module only knows what a cho
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 
@@ -36,3 +39,28 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return str(device)
+
+
+def triton_problem(device: torch.device) -> str:
+    """Why Triton's kernels cannot run on a device, as a verb phrase; empty where they can."""
+    if find_spec("triton") is None:
+        return "needs Triton, which is not installed (pip install triton)"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return (
+            "" if device.type == "cpu" else "is interpreted (TRITON_INTERPRET=1), on the CPU only"
+        )
+    if device.type == "cpu":
+        return "needs a GPU, or TRITON_INTERPRET=1 to be interpreted on the CPU"
+    if device.type == "cuda":
+        return _gpu_problem(device)
+    return f"is not made for the device {device.type}"
+
+
+@lru_cache(maxsize=64)
+def _gpu_problem(device: torch.device) -> str:
+    if torch.version.hip:
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major >= 8:
+        return ""
+    return f"needs compute capability 8.0 (Ampere), and this GPU has {major}.{minor}"

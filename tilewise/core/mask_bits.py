@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .mask import UNBOUNDED, Index, Leaf, Lowered, Mask, Pair, outside_inference_mode, register_leaf
 from .mask_leaves import broadcast_index, check_table
+from .positions import Positions
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -154,21 +155,35 @@ def _evaluate(fn: Predicate, B: int, H: int, M: int, N: int, device: torch.devic
             kind, bits = _pack_strip(seen, sum(w.shape[0] for w in words))
             kinds.append(kind)
             words.append(bits)
+    return _join_strips(kinds, words, (n_rows, n_cols), device)
+
+
+def _join_strips(
+    kinds: list[Tensor],
+    words: list[Tensor],
+    grid: tuple[int, int],
+    device: torch.device | str,
+) -> Bits:
+    """Bit tiles from strips in row order; `grid` is how many tiles there are."""
     if not kinds:
         return Bits(
             BIT_TILE,
             BIT_TILE,
-            torch.zeros(1, 1, n_rows, n_cols, dtype=torch.int32, device=device),
+            torch.zeros(1, 1, *grid, dtype=torch.int32, device=device),
             torch.zeros(0, BIT_TILE, BIT_TILE // _WORD, dtype=torch.int32, device=device),
         )
     # A predicate may ignore the batch or the head in some strips only.
     Bm, Hm = (max(k.shape[d] for k in kinds) for d in (0, 1))
-    grid = torch.cat([k.expand(Bm, Hm, -1) for k in kinds], dim=-1)
-    return Bits(BIT_TILE, BIT_TILE, grid.reshape(Bm, Hm, n_rows, n_cols), torch.cat(words))
+    joined = torch.cat([k.expand(Bm, Hm, -1) for k in kinds], dim=-1)
+    return Bits(BIT_TILE, BIT_TILE, joined.reshape(Bm, Hm, *grid), torch.cat(words))
 
 
-def _pack_strip(seen: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """bool `[b, h, <= BIT_TILE, n]` -> kinds `[b, h, tiles]` and the words of the mixed tiles."""
+def _pack_strip(seen: Tensor, first: int, *, is_compact: bool = True) -> tuple[Tensor, Tensor]:
+    """bool `[b, h, <= BIT_TILE, n]` -> kinds `[b, h, tiles]` and the words of the mixed tiles.
+
+    first: how many words' tiles came before. is_compact: counts them, which waits for a GPU;
+    otherwise every tile has its words.
+    """
     Bm, Hm, m, n = seen.shape
     n_tiles = -(-n // BIT_TILE)
     padded = seen.new_zeros(Bm, Hm, BIT_TILE, n_tiles * BIT_TILE)
@@ -178,9 +193,14 @@ def _pack_strip(seen: Tensor, first: int) -> tuple[Tensor, Tensor]:
     columns = torch.arange(n_tiles, device=seen.device) * BIT_TILE
     size = m * (n - columns).clamp(max=BIT_TILE)
     mixed = (count > 0) & (count < size)
-    slots = mixed.flatten().cumsum(0).reshape(mixed.shape) + (1 + first)
+    if is_compact:
+        slots = mixed.flatten().cumsum(0).reshape(mixed.shape) + (1 + first)
+        kept = tiles[mixed]
+    else:
+        slots = torch.arange(mixed.numel(), device=seen.device).reshape(mixed.shape) + (2 + first)
+        kept = tiles.flatten(0, 2)
     kinds = torch.where(mixed, slots, (count == size).to(torch.int64)).to(torch.int32)
-    return kinds, _pack_bits(tiles[mixed])
+    return kinds, _pack_bits(kept)
 
 
 def _pack_bits(tiles: Tensor) -> Tensor:
@@ -189,6 +209,31 @@ def _pack_bits(tiles: Tensor) -> Tensor:
     words = (lanes << torch.arange(_WORD, device=tiles.device)).sum(-1)
     # Two's complement: bit 31 is the sign of the int32 word.
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def materialise(mask: Mask, positions: Positions, device: torch.device) -> Bits:
+    """Any mask as bit tiles over local queries and keys: row m and key n of each sequence.
+
+    Without synchronisation, except that packed calls read their longest document's length.
+    Cost: one bit an element, of every sequence and head that the mask tells apart.
+    """
+    place = positions.unpacked()
+    kinds: list[Tensor] = []
+    words: list[Tensor] = []
+    per_tile = place.B * place.H * BIT_TILE * BIT_TILE
+    width = max(1, _STRIP_ELEMENTS // max(1, per_tile)) * BIT_TILE
+    n_rows, n_cols = -(-place.M // BIT_TILE), -(-place.N // BIT_TILE)
+    for row in range(n_rows):
+        m = (row * BIT_TILE, min(place.M, (row + 1) * BIT_TILE))
+        rows = place.rows((0, place.B), (0, place.H), m, device)
+        for col in range(0, place.N, width):
+            stop = min(place.N, col + width)
+            seen = mask.visible(rows.index(col, stop))
+            seen = seen.expand(seen.shape[0], seen.shape[1], m[1] - m[0], stop - col)
+            kind, bits = _pack_strip(seen, sum(w.shape[0] for w in words), is_compact=False)
+            kinds.append(kind)
+            words.append(bits)
+    return _join_strips(kinds, words, (n_rows, n_cols), device)
 
 
 def blocks(visible: Tensor, block_m: int = BIT_TILE, block_n: int = BIT_TILE) -> Mask:

@@ -104,6 +104,22 @@ class Positions:
         """Where the lengths live; the CPU when there are none."""
         return self.lengths[0].device if self.lengths else torch.device("cpu")
 
+    def unpacked(self) -> Positions:
+        """The same sequences one a batch row, as long as the longest. Reads lengths on the host."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            return self
+        queries, keys = (x.diff() for x in (self.cu_seqlens_q, self.cu_seqlens_k))
+        return Positions(
+            self.B,
+            self.H,
+            self._longest(self.cu_seqlens_q, self.M),
+            self._longest(self.cu_seqlens_k, self.N),
+            seqused_q=queries if self.seqused_q is None else self.seqused_q,
+            seqused_k=keys if self.seqused_k is None else self.seqused_k,
+            q_start=self.q_start,
+            k_start=self.k_start,
+        )
+
     @property
     def extent(self) -> tuple[int, int]:
         """How many query and key indices a sequence has at most. Reads lengths on the host."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.backends import BackendChoice, check_backend_name, describe_device
+from ..core.backends import BackendChoice, check_backend_name
 from ..core.mask import Mask
 from ..core.mask_leaves import full
 from ..core.partials import Partial
@@ -20,10 +20,10 @@ from ..core.philox import draw_rng
 from ..core.shapes import accumulator_of, check_same_device, check_shapes
 from . import torch_flash
 from .checks import PLACEMENT, check_are_tensors, check_call
+from .choice import BACKENDS, choose, explain
 from .ops import Arguments, Attention, check_contents
 from .piece import Piece
 
-BACKENDS = ("reference", "tiled")
 _FULL = full()
 
 
@@ -60,14 +60,14 @@ def attention(
             come from torch's generator by way of Philox (see `tilewise.core.philox`).
         deterministic: ask for bitwise equal gradients from run to run. Every backend of this
             version gives them anyway.
-        backend: "auto", "tiled", "reference"; a named one never falls back.
+        backend: "auto", "triton", "tiled", "reference"; a named one never falls back.
     Returns: `[B, M, H, E]` in q's dtype. A query that sees no key gives 0 and has gradient 0.
     Raises: ValueError for arguments that do not fit, NotImplementedError for what no chosen
         backend can do; before anything is read or written.
     Cost: 4 B H M N D flops over the visible tiles, backward 2.5 times that. Extra memory: an lse
         `[B, H, M]` and a few tiles; backward, fp32 buffers of dq, dk and dv. Where a bias, slopes
         or sinks learn, out is kept in fp32 too.
-    Deterministic: forward always; backward always on "tiled".
+    Deterministic: forward and backward always, on every backend.
     Source: FlashAttention-2 (arXiv 2307.08691); the oracle is
         `tilewise.dense.reference.attention_reference`.
     """
@@ -111,7 +111,16 @@ def attention_partial(
     terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p)
     placement = {"q_start": q_start, "k_start": k_start}
     return _attend(
-        "attention_partial", q, k, v, mask, terms, placement, backend, out_dtype, is_partial=True
+        "attention_partial",
+        q,
+        k,
+        v,
+        mask,
+        terms,
+        placement,
+        backend,
+        out_dtype,
+        is_partial=True,
     )
 
 
@@ -274,8 +283,8 @@ def attention_partial_backward(
         "k_start": k_start,
     }
     arguments = check_call(op, q, k, v, mask, terms, placement)
-    name = _choose(op, backend)
-    if name == "reference":
+    chosen = _settle(op, backend, q, k, v)
+    if chosen == "reference":
         raise NotImplementedError(
             f"{op}: the reference backend differentiates by autograd and owns no buffers; "
             "use backend='tiled'."
@@ -295,7 +304,16 @@ def attention_partial_backward(
         if tensors[name].dtype != wide:
             raise ValueError(f"{op}: {name} must be {wide}, got {tensors[name].dtype}.")
     torch.ops.tilewise.attention_bwd_into(
-        dq, dk, dv, dout, lse, delta, q, k, v, *arguments._replace(backend=name)
+        dq,
+        dk,
+        dv,
+        dout,
+        lse,
+        delta,
+        q,
+        k,
+        v,
+        *arguments._replace(backend=chosen),
     )
 
 
@@ -319,17 +337,9 @@ def explain_backend(
     check_are_tensors("attention", {"q": q, "k": k, "v": v})
     q, k, v = _autocast(q, k, v)
     arguments = check_call("attention", q, k, v, mask, _terms(**values), options)
-    name, where = _choose("attention", backend), describe_device(q.device)
-    if backend != "auto":
-        choice = BackendChoice(name, f"named by the caller, on {where}")
-    else:
-        choice = BackendChoice(
-            name,
-            f"plain torch tiles run on any device, here {where}",
-            {"reference": "the O(M N) oracle runs only when it is named"},
-        )
+    choice = explain("attention", backend, q, k, v)
     piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
-    hands_over = name == "tiled" and torch_flash.is_enabled()
+    hands_over = choice.name == "tiled" and torch_flash.is_enabled()
     if hands_over and torch_flash.is_same_piece(piece, out_dtype or q.dtype):
         handed = "this piece goes to PyTorch's fused CPU op, which computes just the same"
         return replace(choice, reason=f"{choice.reason}; {handed}")
@@ -376,7 +386,7 @@ def _attend(
     out_dtype = q.dtype if out_dtype is None else out_dtype
     if not out_dtype.is_floating_point:
         raise ValueError(f"{op}: out_dtype must be a floating dtype, got {out_dtype}.")
-    name = _choose(op, backend)
+    name = _settle(op, backend, q, k, v)
     if terms["dropout_p"] > 0.0:
         arguments = arguments._replace(rng=draw_rng(q.device))
     if name == "reference":
@@ -387,8 +397,10 @@ def _attend(
             f"{op}: forward-mode derivatives are not implemented on this backend; "
             "backend='reference' has them."
         )
+    if name == "tiled" and not torch_flash.is_enabled():
+        name = "tiled(own)"
     # Decided here, once, so that the backward does as the forward did.
-    arguments = arguments._replace(backend=name if torch_flash.is_enabled() else "tiled(own)")
+    arguments = arguments._replace(backend=name)
     learned: tuple[Tensor | None, ...] = (q, k, v, *arguments[:3])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         if torch.compiler.is_compiling():
@@ -429,10 +441,12 @@ def _run_reference(
     return Partial(out.to(out_dtype), lse if q.dtype == torch.float64 else lse.float())
 
 
-def _choose(op: str, backend: str) -> str:
-    """The name of the backend that runs a call; every one runs on every device in this version."""
-    check_backend_name(op, backend, BACKENDS)
-    return "tiled" if backend == "auto" else backend
+def _settle(op: str, backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The backend's name; a compiled call leaves "auto" to the op, which sees the real device."""
+    if torch.compiler.is_compiling():
+        check_backend_name(op, backend, BACKENDS)
+        return backend
+    return choose(op, backend, q, k, v)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

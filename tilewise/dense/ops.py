@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.mask import Mask, raise_mask
 from ..core.positions import Positions
 from ..core.shapes import accumulator_of
+from .choice import choose
 from .piece import Piece, Terms
 
 _REST = (
@@ -45,7 +46,8 @@ _library.define(
 class Arguments(NamedTuple):
     """What `_REST` declares, in its order: everything but q, k and v.
 
-    backend is "tiled", or "tiled(own)" where nothing is handed to PyTorch's fused op.
+    backend is a name, "tiled(own)" where nothing is handed to PyTorch's fused op, or "auto" in a
+    compiled call, which chooses when it runs.
     starts is `[]`, or `[q_start, k_start]` for a piece; `start_tensors` are the same per batch
     row. max_seqlens is `[]` or `[q, k]`, with -1 for what was not given.
     """
@@ -85,6 +87,11 @@ class Arguments(NamedTuple):
     def mask(self) -> Mask:
         return raise_mask(self.mask_flags, self.mask_ints, self.mask_tensors)
 
+    def chosen(self, q: Tensor, k: Tensor, v: Tensor) -> str:
+        """The backend that runs the call; what cannot run was refused before, unless compiled."""
+        is_settled = self.backend.startswith("tiled")
+        return self.backend if is_settled else choose("attention", self.backend, q, k, v)
+
     def piece(self, q: Tensor, k: Tensor, v: Tensor) -> Piece:
         """The call put together again, with what its index tensors hold checked."""
         piece = Piece(q, k, v, self.mask, self.positions(q, k), self.terms)
@@ -118,13 +125,16 @@ def _lse_shape(q: Tensor) -> tuple[int, ...]:
 
 def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     arguments, out_dtype = Arguments(*rest[:-1]), rest[-1]
-    piece = arguments.piece(q, k, v)
-    match arguments.backend:
-        case "tiled" | "tiled(own)":
-            from .tiled_forward import attention_fwd
+    piece = arguments.piece(q, k, v).as_batch()
+    match arguments.chosen(q, k, v):
+        case "triton":
+            from . import triton_forward
+
+            out, lse = triton_forward.attention_fwd(piece, out_dtype)
         case name:
-            raise ValueError(f"attention: the registered op has no backend {name!r}.")
-    out, lse = attention_fwd(piece.as_batch(), out_dtype, hands_over=arguments.backend == "tiled")
+            from . import tiled_forward
+
+            out, lse = tiled_forward.attention_fwd(piece, out_dtype, hands_over=name == "tiled")
     return (out, lse) if q.dim() == 4 else (out.squeeze(0), lse.squeeze(0))
 
 
@@ -132,18 +142,25 @@ def _attention_bwd(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    from .tiled_backward import attention_gradients
-
     arguments, wanted = Arguments(*rest[:-1]), rest[-1]
-    piece, hands_over = arguments.piece(q, k, v), arguments.backend == "tiled"
+    piece = arguments.piece(q, k, v).as_batch()
+    if q.dim() == 3:
+        dout, out, lse = (x.unsqueeze(0) for x in (dout, out, lse))
+        dlse = None if dlse is None else dlse.unsqueeze(0)
+    upstream, result = (dout, dlse), (out, lse)
+    match arguments.chosen(q, k, v):
+        case "triton":
+            from . import triton_backward
+
+            gradients = triton_backward.attention_gradients(piece, upstream, result, wanted)
+        case name:
+            from . import tiled_backward
+
+            gradients = tiled_backward.attention_gradients(
+                piece, upstream, result, wanted, hands_over=name == "tiled"
+            )
     if q.dim() == 4:
-        upstream, result = (dout, dlse), (out, lse)
-        return tuple(attention_gradients(piece, upstream, result, wanted, hands_over=hands_over))
-    dout, out, lse = (x.unsqueeze(0) for x in (dout, out, lse))
-    dlse = None if dlse is None else dlse.unsqueeze(0)
-    gradients = attention_gradients(
-        piece.as_batch(), (dout, dlse), (out, lse), wanted, hands_over=hands_over
-    )
+        return tuple(gradients)
     return (*(x.squeeze(0) for x in gradients[:3]), *gradients[3:])
 
 
@@ -151,13 +168,22 @@ def _attention_bwd_into(
     dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
     q: Tensor, k: Tensor, v: Tensor, *rest: Any,
 ) -> None:  # fmt: skip
-    from .tiled_backward import Gradients, attention_bwd
-
-    piece = Arguments(*rest).piece(q, k, v)
+    arguments = Arguments(*rest)
+    piece = arguments.piece(q, k, v).as_batch()
     if q.dim() == 3:
         dout, lse, delta = (x.unsqueeze(0) for x in (dout, lse, delta))
         dq, dk, dv = (x.unsqueeze(0) for x in (dq, dk, dv))
-    attention_bwd(piece.as_batch(), dout, lse, delta, Gradients(dq, dk, dv))
+    match arguments.chosen(q, k, v):
+        case "triton":
+            from . import triton_backward
+
+            triton_backward.attention_bwd(piece, dout, lse, delta, (dq, dk, dv))
+        case _:
+            from . import tiled_backward
+
+            tiled_backward.attention_bwd(
+                piece, dout, lse, delta, tiled_backward.Gradients(dq, dk, dv)
+            )
 
 
 def check_contents(arguments: Arguments, piece: Piece) -> None:

@@ -1,0 +1,390 @@
+"""Backward of the triton backend: P is recomputed from the LSE, tile by tile.
+
+Dims: as in `triton_forward.py`.
+Grid: programs that own key tiles make dK and dV of one kv head, over all its query heads or a
+    share of them; programs that own query tiles make dQ.
+Math: FlashAttention-2 (arXiv 2307.08691), algorithm 2, with the gradient of the LSE:
+    delta = rowsum(dO * O) - dLSE;  P = exp(S - lse);  dV += P^T dO;  dP = dO V^T;
+    dS = P (dP - delta);  dQ += scale dS K;  dK += scale dS^T Q.
+    Scores are computed transposed where keys are owned, so that P^T and dS^T are left operands as
+    they are; a transposed accumulator would go through shared memory, and Triton 3.4 to 3.7.0
+    miscompiles one on Hopper.
+Deterministic: always, since every sum has one owner and one order. That takes seven products. The
+    form with five, in which dQ is added up by atomics, was slower: at D 128 and 16k tokens 17.2 ms
+    against 15.0 ms (H200, Triton 3.6, 2026-11-29).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernels.launch import launch
+from ..kernels.masks import BAND, key_span, partial_tile, row_span, whole_tile
+from ..kernels.placement import FIRST_K_TILE, FIRST_Q_TILE, locate
+from ..kernels.recompute import Upstream, load_statistics, recompute
+from ..kernels.scores import key_distance
+from ..kernels.structs import decode
+from ..kernels.tiles import (
+    clean_rows,
+    dot_add,
+    load_tile,
+    row_base,
+    scale_tile,
+    statistics_base,
+    store_tile,
+    zero_tile,
+)
+from .config import backward_config, delta_config
+from .piece import Piece
+from .triton_bias_backward import bias_gradient, sum_shares
+from .triton_call import TritonCall, contiguous_rows
+
+
+@triton.jit(do_not_specialize=["n_heads"])
+def _attention_bwd_keys_kernel(q, k, v, upstream, dk, dv, call, n_heads, BUILD: tl.constexpr):
+    """dK and dV of a key tile, over `n_heads` query heads from the `program_id(1)`-th share on."""
+    BLOCK_N: tl.constexpr = BUILD.block_n
+    DIMS: tl.constexpr = BUILD.dims
+    VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    place, terms = call.place, call.terms
+    pid = tl.program_id(0)
+    seq, kv_head, tile, list_tile = locate(place, pid, BUILD.place, FIRST_K_TILE, False)
+    share = tl.program_id(1)
+    group = decode(place.group)
+    n0 = tile * BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
+    mask_n = (n >= seq.low) & (n < seq.high)
+    k_base = row_base(k, seq.batch, seq.k_first + n0, kv_head)
+    v_base = row_base(v, seq.batch, seq.k_first + n0, kv_head)
+    k_tile = load_tile(k_base, k.stride_m, mask_n, True, BLOCK_N, DIMS, BUILD.is_wide)
+    v_tile = load_tile(v_base, v.stride_m, mask_n, True, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
+    acc_k = zero_tile(BLOCK_N, DIMS)
+    acc_v = zero_tile(BLOCK_N, VALUE_DIMS)
+    first = kv_head * group + share * n_heads
+    for h in range(first, tl.minimum(first + n_heads, (kv_head + 1) * group)):
+        span = row_span(call.mask, seq, h, tile, list_tile, BUILD)
+        for i in range(0, span.n_whole):
+            m0 = whole_tile(call.mask, span, i, BUILD.mask) * BUILD.block_m
+            acc_k, acc_v = _visit_rows(
+                q, k_tile, v_tile, acc_k, acc_v, upstream, call, seq, span, h, m0, n0, False, BUILD
+            )
+        for i in range(0, span.n_partial):
+            m0 = partial_tile(call.mask, span, i, BUILD.mask) * BUILD.block_m
+            acc_k, acc_v = _visit_rows(
+                q, k_tile, v_tile, acc_k, acc_v, upstream, call, seq, span, h, m0, n0, True, BUILD
+            )
+    acc_k = scale_tile(acc_k, terms.gradient_scale, DIMS)
+    if terms.rng is not None:
+        acc_v = scale_tile(acc_v, terms.keep_scale, VALUE_DIMS)
+    batch = share * decode(place.n_batches) + seq.batch
+    stored = n < seq.k_stored
+    dk_base = row_base(dk, batch, seq.k_first + n0, kv_head)
+    dv_base = row_base(dv, batch, seq.k_first + n0, kv_head)
+    store_tile(dk_base, dk.stride_m, acc_k, stored, BLOCK_N, DIMS, BUILD.is_added, BUILD.is_wide)
+    store_tile(
+        dv_base, dv.stride_m, acc_v, stored, BLOCK_N, VALUE_DIMS, BUILD.is_added, BUILD.is_wide
+    )
+
+
+@triton.jit
+def _visit_rows(
+    q, k_tile, v_tile, acc_k, acc_v, upstream, call, seq, span, h, m0, n0,
+    IS_PARTIAL: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """One query tile's share of dK and dV."""
+    BLOCK_M: tl.constexpr = BUILD.block_m
+    DIMS: tl.constexpr = BUILD.dims
+    VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    m = m0 + tl.arange(0, BLOCK_M)
+    mask_m = (m >= span.start) & (m < span.stop)
+    dout = upstream.dout
+    q_base = row_base(q, seq.batch, seq.q_first + m0, h)
+    do_base = row_base(dout, seq.batch, seq.q_first + m0, h)
+    q_tile = load_tile(q_base, q.stride_m, mask_m, IS_PARTIAL, BLOCK_M, DIMS, BUILD.is_wide)
+    do_tile = load_tile(
+        do_base, dout.stride_m, mask_m, IS_PARTIAL, BLOCK_M, VALUE_DIMS, BUILD.is_wide
+    )
+    statistics = load_statistics(upstream, seq, m0, h, mask_m, BLOCK_M)
+    has_shares: tl.constexpr = upstream.shares.ptr is not None
+    kept, _, ds, seen = recompute(
+        q_tile, k_tile, v_tile, do_tile, statistics, call, seq, h, m0, n0,
+        IS_PARTIAL, True, has_shares, BUILD,
+    )  # fmt: skip
+    if IS_PARTIAL:
+        if BUILD.mask != BAND:
+            seen_rows = tl.max(seen.to(tl.int32), 0) > 0
+            q_tile = clean_rows(q_tile, seen_rows, DIMS)
+            do_tile = clean_rows(do_tile, seen_rows, VALUE_DIMS)
+    acc_v = dot_add(kept, do_tile, acc_v, VALUE_DIMS, BUILD)
+    acc_k = dot_add(ds, q_tile, acc_k, DIMS, BUILD)
+    return acc_k, acc_v
+
+
+@triton.jit
+def _attention_bwd_rows_kernel(q, k, v, upstream, dq, slopes, call, BUILD: tl.constexpr):
+    """dQ of a query tile, and each row's share of the slope's gradient where `slopes` takes it."""
+    BLOCK_M: tl.constexpr = BUILD.block_m
+    DIMS: tl.constexpr = BUILD.dims
+    VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    pid = tl.program_id(0)
+    seq, h, tile, list_tile = locate(call.place, pid, BUILD.place, FIRST_Q_TILE, True)
+    kv_head = h // decode(call.place.group)
+    m0 = tile * BLOCK_M
+    m = m0 + tl.arange(0, BLOCK_M)
+    owned, stored = m < seq.q_used, m < seq.q_stored
+    dout = upstream.dout
+    q_base = row_base(q, seq.batch, seq.q_first + m0, h)
+    do_base = row_base(dout, seq.batch, seq.q_first + m0, h)
+    q_tile = load_tile(q_base, q.stride_m, owned, True, BLOCK_M, DIMS, BUILD.is_wide)
+    do_tile = load_tile(do_base, dout.stride_m, owned, True, BLOCK_M, VALUE_DIMS, BUILD.is_wide)
+    statistics = load_statistics(upstream, seq, m0, h, owned, BLOCK_M)
+    has_shares: tl.constexpr = upstream.shares.ptr is not None
+    has_slopes: tl.constexpr = slopes.ptr is not None
+    bases = (
+        row_base(k, seq.batch, seq.k_first, kv_head),
+        row_base(v, seq.batch, seq.k_first, kv_head),
+    )
+    acc = zero_tile(BLOCK_M, DIMS)
+    slope = tl.zeros((BLOCK_M,), tl.float32)
+    span = key_span(call.mask, seq, h, tile, list_tile, BUILD)
+    for i in range(0, span.n_whole):
+        n0 = whole_tile(call.mask, span, i, BUILD.mask) * BUILD.block_n
+        acc, slope = _visit_keys(
+            q_tile, do_tile, statistics, bases, k.stride_m, v.stride_m, acc, slope,
+            call, seq, span, h, m0, n0, False, has_shares, has_slopes, BUILD,
+        )  # fmt: skip
+    for i in range(0, span.n_partial):
+        n0 = partial_tile(call.mask, span, i, BUILD.mask) * BUILD.block_n
+        acc, slope = _visit_keys(
+            q_tile, do_tile, statistics, bases, k.stride_m, v.stride_m, acc, slope,
+            call, seq, span, h, m0, n0, True, has_shares, has_slopes, BUILD,
+        )  # fmt: skip
+    acc = clean_rows(scale_tile(acc, call.terms.gradient_scale, DIMS), owned, DIMS)
+    dq_base = row_base(dq, seq.batch, seq.q_first + m0, h)
+    store_tile(dq_base, dq.stride_m, acc, stored, BLOCK_M, DIMS, BUILD.is_added, BUILD.is_wide)
+    if has_slopes:
+        slope_base = statistics_base(slopes, seq.batch, seq.q_first + m0, h)
+        tl.store(slope_base + tl.arange(0, BLOCK_M), tl.where(owned, slope, 0.0), mask=stored)
+
+
+@triton.jit
+def _visit_keys(
+    q_tile, do_tile, statistics, bases, k_stride, v_stride, acc, slope,
+    call, seq, span, h, m0, n0,
+    IS_PARTIAL: tl.constexpr, HAS_SHARES: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    BUILD: tl.constexpr,
+):  # fmt: skip
+    """One key tile's share of dQ."""
+    BLOCK_M: tl.constexpr = BUILD.block_m
+    BLOCK_N: tl.constexpr = BUILD.block_n
+    DIMS: tl.constexpr = BUILD.dims
+    VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    n = n0 + tl.arange(0, BLOCK_N)
+    mask_n = (n >= span.start) & (n < span.stop)
+    k_base = bases[0] + n0.to(tl.int64) * k_stride
+    v_base = bases[1] + n0.to(tl.int64) * v_stride
+    k_tile = load_tile(k_base, k_stride, mask_n, IS_PARTIAL, BLOCK_N, DIMS, BUILD.is_wide)
+    v_tile = load_tile(v_base, v_stride, mask_n, IS_PARTIAL, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
+    _, ds, ds_inner, seen = recompute(
+        q_tile, k_tile, v_tile, do_tile, statistics, call, seq, h, m0, n0,
+        IS_PARTIAL, False, HAS_SHARES, BUILD,
+    )  # fmt: skip
+    if IS_PARTIAL:
+        if BUILD.mask != BAND:
+            k_tile = clean_rows(k_tile, tl.max(seen.to(tl.int32), 0) > 0, DIMS)
+    if HAS_SLOPES:
+        rows = (m0 + tl.arange(0, BLOCK_M))[:, None]
+        slope -= tl.sum(ds * key_distance(seq, rows, n[None, :]), 1)
+    return dot_add(ds_inner, k_tile, acc, DIMS, BUILD), slope
+
+
+@triton.jit(do_not_specialize=["M", "H"])
+def _attention_bwd_delta_kernel(
+    out, dout, dlse, delta, M, H,
+    VALUE_DIMS: tl.constexpr, IS_WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO * O) - dLSE of every stored row."""
+    n_tiles = tl.cdiv(M, BLOCK_M)
+    pid = tl.program_id(0)
+    m0 = (pid % n_tiles) * BLOCK_M
+    h = (pid // n_tiles) % H
+    b = pid // n_tiles // H
+    stored = m0 + tl.arange(0, BLOCK_M) < M
+    o_base, do_base = row_base(out, b, m0, h), row_base(dout, b, m0, h)
+    o_tile = load_tile(o_base, out.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
+    do_tile = load_tile(do_base, dout.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
+    total = _row_product(o_tile[0], do_tile[0])
+    if VALUE_DIMS[2] > 0:
+        total += _row_product(o_tile[1], do_tile[1])
+    rows = tl.arange(0, BLOCK_M)
+    if dlse.ptr is not None:
+        total -= tl.load(statistics_base(dlse, b, m0, h) + rows, mask=stored, other=0.0)
+    tl.store(statistics_base(delta, b, m0, h) + rows, total, mask=stored)
+
+
+@triton.jit
+def _row_product(o, do):
+    # An out of 0 adds nothing: an empty row is all 0, and its dO may be anything.
+    return tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)
+
+
+class Gradients(NamedTuple):
+    """Where dQ, dK and dV go: written, or added to (`is_added`). slopes: `[B, H, M]` for each row's
+    share of the slopes' gradient, or None."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    slopes: Tensor | None = None
+    is_added: bool = False
+
+
+def attention_gradients(
+    piece: Piece,
+    upstream: tuple[Tensor, Tensor | None],
+    result: tuple[Tensor, Tensor],
+    wanted: list[bool],
+) -> list[Tensor]:
+    """Gradients of q, k, v, bias, slopes and sinks, in their dtypes; empty where not wanted.
+
+    Args:
+        upstream: dout `[B, M, H, E]`, and dlse `[B, H, M]` or None. result: out and lse.
+        wanted: whether bias, slopes and sinks need one.
+    """
+    (dout, dlse), (out, lse), terms = upstream, result, piece.terms
+    call = TritonCall(piece)
+    dout = contiguous_rows(dout)
+    delta = _row_products(call, contiguous_rows(out), dout, dlse)
+    shares = None if terms.bias is None else sum_shares(call, lse)
+    statistics = (call.statistics(x) for x in (lse, delta, shares))
+    rows = Upstream(call.operand(dout), *statistics)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in call.tensors)
+    slopes = torch.empty_like(lse) if wanted[1] else None
+    _launch_gradients(call, rows, Gradients(dq, dk, dv, slopes))
+    extras = [lse.new_empty(0)] * 3
+    if wanted[1] and terms.alibi_slopes is not None and slopes is not None:
+        extras[1] = _slope_gradient(call, terms.alibi_slopes, slopes)
+    if wanted[0] or wanted[2]:
+        sink_rows = _sink_rows(terms.sinks, lse, delta, shares)
+        if wanted[2] and terms.sinks is not None:
+            extras[2] = -sink_rows.sum((0, 2)).to(terms.sinks.dtype)
+        if wanted[0] and terms.bias is not None:
+            sums = sink_rows if dlse is None else sink_rows + torch.where(lse.isneginf(), 0.0, dlse)
+            extras[0] = bias_gradient(call, terms.bias, rows, sums).to(terms.bias.dtype)
+    return [dq, dk, dv, *extras]
+
+
+def attention_bwd(
+    piece: Piece, dout: Tensor, lse: Tensor, delta: Tensor, buffers: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Add one piece's gradients into fp32 buffers shaped as q, k and v.
+
+    lse, delta: `[B, H, M]`, the whole softmax's.
+    """
+    call = TritonCall(piece)
+    dout, lse, delta = (contiguous_rows(x) for x in (dout, lse, delta))
+    statistics = (call.statistics(x) for x in (lse, delta, None))
+    # A buffer whose last dim is not contiguous is added to in a copy.
+    dq, dk, dv = (contiguous_rows(x) for x in buffers)
+    _launch_gradients(
+        call, Upstream(call.operand(dout), *statistics), Gradients(dq, dk, dv, None, True)
+    )
+    for buffer, target in zip(buffers, (dq, dk, dv), strict=True):
+        if buffer is not target:
+            buffer.copy_(target)
+
+
+def _row_products(call: TritonCall, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """delta `[B, H, M]`."""
+    delta = torch.empty(call.B, call.H, call.M, dtype=torch.float32, device=call.device)
+    config = delta_config(call.key)
+    dlse = None if dlse is None else contiguous_rows(dlse)
+    launch(
+        _attention_bwd_delta_kernel,
+        (-(-call.M // config.block_m) * call.H * call.B,),
+        config,
+        (
+            *(call.operand(x) for x in (out, dout)), *(call.statistics(x) for x in (dlse, delta)),
+            call.M, call.H, call.dims[1], call.is_wide(out, dout), config.block_m,
+        ),
+        call.device,
+    )  # fmt: skip
+    return delta
+
+
+def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients) -> None:
+    config = backward_config(call.key)
+    _launch_keys(call, upstream, gradients, config.keys)
+    plan = call.plan_rows(config.rows)
+    build = call.build(plan, config.rows, gradients.dq, upstream.dout.ptr)
+    launch(
+        _attention_bwd_rows_kernel,
+        (plan.n_programs,),
+        config.rows,
+        (
+            *call.qkv, upstream, call.operand(gradients.dq), call.statistics(gradients.slopes),
+            plan.call, build._replace(is_added=gradients.is_added),
+        ),
+        call.device,
+    )  # fmt: skip
+
+
+def _launch_keys(call: TritonCall, upstream: Upstream, gradients: Gradients, config: Any) -> None:
+    """dK and dV; by shares of the query heads, then their sum, where programs would be few."""
+    plan = call.plan_keys(config)
+    n_shares = call.count_shares(plan.n_programs)
+    targets = [gradients.dk, gradients.dv]
+    if n_shares > 1:
+        targets = [
+            torch.empty(n_shares * x.shape[0], *x.shape[1:], dtype=torch.float32, device=x.device)
+            for x in targets
+        ]
+    build = call.build(plan, config, *targets, upstream.dout.ptr)
+    launch(
+        _attention_bwd_keys_kernel,
+        (plan.n_programs, n_shares),
+        config,
+        (
+            *call.qkv, upstream, *(call.operand(x) for x in targets), plan.call,
+            -(-(call.H // call.G) // n_shares),
+            build._replace(is_added=gradients.is_added and n_shares == 1),
+        ),
+        call.device,
+    )  # fmt: skip
+    if n_shares == 1:
+        return
+    for target, parts in zip((gradients.dk, gradients.dv), targets, strict=True):
+        total = parts.unflatten(0, (n_shares, -1)).sum(0)
+        if gradients.is_added:
+            target.add_(total)
+        else:
+            target.copy_(total)
+
+
+def _slope_gradient(call: TritonCall, slopes: Tensor, rows: Tensor) -> Tensor:
+    """Sums of the rows' shares `[B, H, M]`, per head or per sequence and head."""
+    if slopes.dim() == 1:
+        return rows.sum((0, 2)).to(slopes.dtype)
+    if not call.piece.positions.is_packed:
+        return rows.sum(2).to(slopes.dtype)
+    documents, _ = call.document_rows
+    total = torch.zeros(slopes.shape, dtype=torch.float32, device=rows.device)
+    place = documents * call.H + torch.arange(call.H, device=rows.device)[:, None]
+    total.view(-1).index_put_((place.reshape(-1),), rows.reshape(-1), accumulate=True)
+    return total.to(slopes.dtype)
+
+
+def _sink_rows(sinks: Tensor | None, lse: Tensor, delta: Tensor, shares: Tensor | None) -> Tensor:
+    """exp(sink - lse) delta of each row, `[B, H, M]`: what the sink takes of a row's gradient."""
+    if sinks is None:
+        return torch.zeros_like(lse)
+    p_sink = torch.exp(sinks.float()[:, None] - lse)
+    if shares is not None:
+        p_sink = p_sink * shares
+    # A row that nobody owns has no sink.
+    return torch.where(lse.isneginf(), 0.0, p_sink * delta)

@@ -1,0 +1,234 @@
+"""What a bias asks of the triton backward: its own gradient, and rows whose lse lost their sum.
+
+The gradient of a bias is dS summed over what the bias was broadcast along. Programs that own a tile
+of the bias visit everything that it was added to, in order, so the sum has one order: no atomics.
+Cost: the two products of S and dP over the visible tiles once more.
+Dims: as in `triton_forward.py`; the bias is `[B or 1, H or 1, M or 1, N or 1]`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernels.launch import launch
+from ..kernels.masks import key_span, partial_tile, visible, whole_tile
+from ..kernels.placement import FIRST_Q_TILE, locate, sequence_at
+from ..kernels.recompute import Upstream, load_statistics, recompute
+from ..kernels.scores import add_terms
+from ..kernels.softmax import LOG2_E, probabilities
+from ..kernels.structs import code, decode
+from ..kernels.tiles import dot_rows, load_tile, row_base, statistics_base
+from .config import bias_config
+from .triton_call import TritonCall
+
+# From here on an fp32 lse keeps the log of a row's sum to less than 1e-3.
+_LARGE_LSE = tl.constexpr(8192.0)
+
+
+@triton.jit
+def _attention_bwd_shares_kernel(q, k, lse, shares, call, BUILD: tl.constexpr):
+    """1 / sum(exp(S - lse)) of each row: 1, unless lse is too large to hold the log of a sum.
+
+    A row whose bias is the dtype's most negative number has lse = maximum, and exp(S - lse) is 1
+    for each of its keys. Tiles without such a row end at once.
+    """
+    BLOCK_M: tl.constexpr = BUILD.block_m
+    BLOCK_N: tl.constexpr = BUILD.block_n
+    DIMS: tl.constexpr = BUILD.dims
+    terms = call.terms
+    pid = tl.program_id(0)
+    seq, h, tile, list_tile = locate(call.place, pid, BUILD.place, FIRST_Q_TILE, True)
+    m0 = tile * BLOCK_M
+    rows = tl.arange(0, BLOCK_M)
+    m = m0 + rows
+    owned = m < seq.q_used
+    row = seq.q_first + m0
+    row_lse = tl.load(statistics_base(lse, seq.batch, row, h) + rows, mask=owned, other=0.0)
+    is_large = (tl.abs(row_lse) > _LARGE_LSE) & (tl.abs(row_lse) < float("inf"))
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if tl.max(is_large.to(tl.int32), 0) > 0:
+        q_base = row_base(q, seq.batch, row, h)
+        q_tile = load_tile(q_base, q.stride_m, owned, True, BLOCK_M, DIMS, BUILD.is_wide)
+        k_base = row_base(k, seq.batch, seq.k_first, h // decode(call.place.group))
+        span = key_span(call.mask, seq, h, tile, list_tile, BUILD)
+        for i in range(0, span.n_whole + span.n_partial):
+            if i < span.n_whole:
+                n0 = whole_tile(call.mask, span, i, BUILD.mask) * BLOCK_N
+            else:
+                n0 = partial_tile(call.mask, span, i - span.n_whole, BUILD.mask) * BLOCK_N
+            n = n0 + tl.arange(0, BLOCK_N)
+            mask_n = (n >= span.start) & (n < span.stop)
+            base = k_base + n0.to(tl.int64) * k.stride_m
+            k_tile = load_tile(base, k.stride_m, mask_n, True, BLOCK_N, DIMS, BUILD.is_wide)
+            s = dot_rows(q_tile, k_tile, DIMS, BUILD)
+            s, _ = add_terms(s, terms, seq, h, m[:, None], n[None, :], BUILD)
+            seen = visible(call.mask, seq, h, m[:, None], n[None, :], m0, n0, BUILD.mask)
+            s = tl.where(seen, s, float("-inf"))
+            total += tl.sum(probabilities(s, row_lse[:, None], terms.scale, False), 1)
+        if terms.sinks is not None:
+            sink = tl.load(terms.sinks + h).to(tl.float32)
+            total += tl.exp2((sink - row_lse) * LOG2_E)
+    is_lost = is_large & (total > 0.0)
+    share = tl.where(is_lost, 1.0 / tl.where(is_lost, total, 1.0), 1.0)
+    share_base = statistics_base(shares, seq.batch, row, h)
+    tl.store(share_base + rows, share, mask=m < seq.q_stored)
+
+
+@triton.jit(do_not_specialize=["n_row_tiles", "n_key_tiles"])
+def _attention_bwd_bias_kernel(
+    q, k, v, upstream, dbias, call, n_row_tiles, n_key_tiles,
+    IS_TILE: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """A tile of the bias's gradient. dbias: an fp32 `Bias`, contiguous.
+
+    IS_TILE: the program owns a tile `[m, n]` and sums over the sequences and heads that share it;
+    otherwise it owns keys of one sequence and head and sums over m.
+    """
+    BLOCK_M: tl.constexpr = BUILD.block_m
+    BLOCK_N: tl.constexpr = BUILD.block_n
+    pid = tl.program_id(0)
+    y = pid % n_key_tiles
+    x = pid // n_key_tiles % n_row_tiles
+    owner = pid // n_key_tiles // n_row_tiles
+    H = decode(call.place.H)
+    n = y * BLOCK_N + tl.arange(0, BLOCK_N)
+    if IS_TILE:
+        owners = _count(dbias.stride_h, H)
+        b, n_b = _sharing(dbias.stride_b, owner // owners, decode(call.place.n_sequences))
+        h, n_h = _sharing(dbias.stride_h, owner % owners, H)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for at in range(0, n_b * n_h):
+            seq = sequence_at(call.place, b + at // n_h, BUILD.place)
+            total += _bias_tile(q, k, v, upstream, call, seq, h + at % n_h, x, y, BUILD)
+        m = x * BLOCK_M + tl.arange(0, BLOCK_M)
+        offsets = m[:, None].to(tl.int64) * decode(dbias.stride_m) + n[None, :]
+        inside = (m < decode(dbias.rows))[:, None] & (n < decode(dbias.cols))[None, :]
+    else:
+        b, h = owner // H, owner % H
+        seq = sequence_at(call.place, b, BUILD.place)
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        for other in range(0, tl.cdiv(seq.q_used, BLOCK_M)):
+            total += tl.sum(_bias_tile(q, k, v, upstream, call, seq, h, other, y, BUILD), 0)
+        offsets = n
+        inside = n < decode(dbias.cols)
+    base = dbias.ptr + tl.cast(b, tl.int64) * decode(dbias.stride_b)
+    base += tl.cast(h, tl.int64) * decode(dbias.stride_h)
+    tl.store(base + offsets, total, mask=inside)
+
+
+@triton.jit
+def _count(stride, size):
+    """How many owners a dim has: one where it is broadcast."""
+    return tl.where(decode(stride) == 0, 1, size)
+
+
+@triton.jit
+def _sharing(stride, index, size):
+    """The first of those that share an owner's tile, and how many they are."""
+    is_shared = decode(stride) == 0
+    return tl.where(is_shared, 0, index), tl.where(is_shared, size, 1)
+
+
+@triton.jit
+def _bias_tile(q, k, v, upstream, call, seq, h, x, y, BUILD: tl.constexpr):
+    """dS of one tile `[m, n]` of one head."""
+    BLOCK_M: tl.constexpr = BUILD.block_m
+    BLOCK_N: tl.constexpr = BUILD.block_n
+    DIMS: tl.constexpr = BUILD.dims
+    VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    m0, n0 = x * BLOCK_M, y * BLOCK_N
+    m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+    ds = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    is_met = (m0 < seq.q_used) & (n0 < seq.high) & (n0 + BLOCK_N > seq.low)
+    # The band is a bound of every mask.
+    is_met = is_met & (n0 <= m0 + BLOCK_M - 1 + seq.right) & (n0 + BLOCK_N > m0 + seq.left)
+    if is_met:
+        kv_head = h // decode(call.place.group)
+        mask_m = m < seq.q_used
+        mask_n = (n >= seq.low) & (n < seq.high)
+        dout, wide = upstream.dout, BUILD.is_wide
+        q_base = row_base(q, seq.batch, seq.q_first + m0, h)
+        do_base = row_base(dout, seq.batch, seq.q_first + m0, h)
+        k_base = row_base(k, seq.batch, seq.k_first + n0, kv_head)
+        v_base = row_base(v, seq.batch, seq.k_first + n0, kv_head)
+        _, ds, _, _ = recompute(
+            load_tile(q_base, q.stride_m, mask_m, True, BLOCK_M, DIMS, wide),
+            load_tile(k_base, k.stride_m, mask_n, True, BLOCK_N, DIMS, wide),
+            load_tile(v_base, v.stride_m, mask_n, True, BLOCK_N, VALUE_DIMS, wide),
+            load_tile(do_base, dout.stride_m, mask_m, True, BLOCK_M, VALUE_DIMS, wide),
+            load_statistics(upstream, seq, m0, h, mask_m, BLOCK_M),
+            call, seq, h, m0, n0, True, False, True, BUILD,
+        )  # fmt: skip
+    return ds
+
+
+def sum_shares(call: TritonCall, lse: Tensor) -> Tensor:
+    """`[B, H, M]`: 1 / sum(exp(S - lse)), which is 1 where lse lost nothing."""
+    shares = torch.empty_like(lse)
+    config = bias_config(call.key)
+    plan = call.plan_rows(config)
+    q, k, _ = call.qkv
+    launch(
+        _attention_bwd_shares_kernel,
+        (plan.n_programs,),
+        config,
+        (
+            q, k, call.statistics(lse), call.statistics(shares), plan.call,
+            call.build(plan, config),
+        ),
+        call.device,
+    )  # fmt: skip
+    return shares
+
+
+def bias_gradient(call: TritonCall, bias: Tensor, upstream: Upstream, row_sums: Tensor) -> Tensor:
+    """The gradient of a bias, in fp32 and its shape.
+
+    row_sums: `[B, H, M]`, dS of each row summed over its keys. P sums to 1 less the sink's share,
+    so this is dLSE plus what the sink takes, and no pass over the keys comes as close.
+    """
+    if bias.shape[3] == 1:
+        return _sum_to(_rows_by_sequence(call, bias, row_sums).unsqueeze(3), bias)
+    config = bias_config(call.key)
+    plan = call.plan_rows(config)
+    n_sequences = call.piece.positions.B
+    rows, cols = bias.shape[2:]
+    shape = tuple(bias.shape) if rows > 1 else (n_sequences, call.H, 1, cols)
+    gradient = torch.empty(shape, dtype=torch.float32, device=bias.device)
+    n_row_tiles, n_key_tiles = -(-rows // config.block_m), -(-cols // config.block_n)
+    target = call.bias_operand(gradient)._replace(rows=code(rows), cols=code(cols))
+    place = plan.call.place._replace(n_sequences=code(n_sequences))
+    launch(
+        _attention_bwd_bias_kernel,
+        (shape[0] * shape[1] * n_row_tiles * n_key_tiles,),
+        config,
+        (
+            *call.qkv, upstream, target, plan.call._replace(place=place), n_row_tiles, n_key_tiles,
+            rows > 1, call.build(plan, config, upstream.dout.ptr),
+        ),
+        call.device,
+    )  # fmt: skip
+    return _sum_to(gradient, bias)
+
+
+def _rows_by_sequence(call: TritonCall, bias: Tensor, rows: Tensor) -> Tensor:
+    """Numbers of storage rows `[B, H, M]` by sequence, as far as the bias reaches."""
+    if not call.piece.positions.is_packed:
+        return rows
+    documents, local = call.document_rows
+    reach = bias.shape[2]
+    # Where the bias is one for all rows, a document's rows are summed at once.
+    place = documents if reach == 1 else documents * reach + local.clamp(0, reach - 1)
+    n_sequences = call.piece.positions.B
+    total = torch.zeros(call.H, n_sequences * reach, dtype=torch.float32, device=rows.device)
+    place = place + torch.arange(call.H, device=rows.device)[:, None] * total.shape[1]
+    total.view(-1).index_put_((place.reshape(-1),), rows.reshape(-1), accumulate=True)
+    return total.unflatten(1, (n_sequences, reach)).transpose(0, 1)
+
+
+def _sum_to(gradient: Tensor, bias: Tensor) -> Tensor:
+    reduced = [d for d in range(4) if bias.shape[d] == 1 and gradient.shape[d] != 1]
+    return gradient.sum(reduced, keepdim=True) if reduced else gradient

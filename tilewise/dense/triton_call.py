@@ -1,0 +1,363 @@
+"""What the triton backend's forward and backward share: one call, as its kernels take it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.band import Band
+from ..core.mask_bits import BIT_TILE, Bits, materialise
+from ..core.philox import drop_threshold
+from ..core.tiles import row_intervals
+from ..kernels import lists, masks, placement
+from ..kernels.launch import Config, architecture_of, launch
+from ..kernels.structs import (
+    Bias,
+    Build,
+    Call,
+    Lengths,
+    MaskData,
+    Operand,
+    Placement,
+    ScoreTerms,
+    Slopes,
+    Statistics,
+    absent,
+    code,
+)
+from .config import Key
+from .piece import Piece
+
+FAR = placement.FAR.value
+_UNIFORM, _PADDED, _PACKED = (
+    x.value for x in (placement.UNIFORM, placement.PADDED, placement.PACKED)
+)
+_BAND, _INTERVALS, _BITS = (x.value for x in (masks.BAND, masks.INTERVALS, masks.BITS))
+_FIELDS = placement.FIELDS.value
+_NO_MASK = absent(MaskData)
+# Two programs for each of a large GPU's processors.
+ENOUGH_PROGRAMS = 264
+_PIECES = (16, 32, 64, 128, 256)
+
+
+def cut_dim(dim: int) -> tuple[int, int, int]:
+    """A head dim as (dim, first piece, second piece or 0), powers of two from 16 on."""
+    sums = [(a, 0) for a in _PIECES]
+    sums += [(32, 16), (64, 16), (64, 32), (128, 32), (128, 64)]
+    first, second = min((pair for pair in sums if sum(pair) >= dim), key=sum)
+    return dim, first, second
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One kernel's programs: how many, where their sequences stand, and what tiles they visit."""
+
+    n_programs: int
+    call: Call
+
+
+class TritonCall:
+    """A piece with its tensors as operands, its terms as scalars and pointers, its mask as a band,
+    intervals or bits. Batched or packed (`Piece.as_batch`)."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece, self.device = piece, piece.q.device
+        self.B, self.M, self.H, D = piece.q.shape
+        self.N, self.G, E = piece.k.shape[1], piece.k.shape[2], piece.v.shape[-1]
+        self.tensors = tuple(contiguous_rows(x) for x in (piece.q, piece.k, piece.v))
+        self.dims = (cut_dim(D), cut_dim(E))
+        terms = piece.terms
+        is_plain = terms.softcap is None and terms.bias is None and terms.alibi_slopes is None
+        self.is_folded = is_plain and terms.scale > 0.0
+        positions = piece.positions
+        op_offset = None
+        if not positions.lengths:
+            op_offset = 0 if positions.is_piece else self.N - self.M
+        self.op_offset = op_offset
+        self.band = Band.of(piece.mask, op_offset)
+        if positions.is_packed:
+            self.place_kind = _PACKED
+        elif positions.lengths or (self.band is not None and self.band.has_tensors):
+            self.place_kind = _PADDED
+        else:
+            self.place_kind = _UNIFORM
+        if self.band is not None:
+            self.mask_kind = _BAND
+        else:
+            self.mask_kind = _INTERVALS if piece.mask.is_exact else _BITS
+
+    @property
+    def key(self) -> Key:
+        terms = self.piece.terms
+        return Key(
+            self.piece.q.dtype,
+            max(sum(dims[1:]) for dims in self.dims),
+            architecture_of(self.device),
+            not self.is_folded or terms.dropout_p > 0.0,
+        )
+
+    @property
+    def precision(self) -> str:
+        """Of fp32 products: three tf32 products are as good as one in fp32, and faster."""
+        architecture = architecture_of(self.device)
+        if architecture == "interpreter":
+            return "interpreted"
+        is_nvidia = architecture.startswith("sm_")
+        return "tf32x3" if self.piece.q.dtype == torch.float32 and is_nvidia else "ieee"
+
+    @staticmethod
+    def operand(x: Tensor) -> Operand:
+        stride_b, stride_m, stride_h, _ = x.stride()
+        return Operand(x, stride_b, stride_m, stride_h)
+
+    @staticmethod
+    def statistics(x: Tensor | None) -> Statistics:
+        """`[B, H, M]`."""
+        if x is None:
+            return absent(Statistics)
+        return Statistics(x, code(x.stride(0)), code(x.stride(1)))
+
+    @cached_property
+    def qkv(self) -> tuple[Operand, ...]:
+        return tuple(self.operand(x) for x in self.tensors)
+
+    def is_wide(self, *others: Tensor) -> bool:
+        """Whether an offset inside a tile may pass 2^31."""
+        return any(256 * x.stride(1) >= 1 << 31 for x in (*self.tensors, *others))
+
+    # ------------------------------------------------------------ terms
+
+    @cached_property
+    def terms(self) -> ScoreTerms:
+        terms = self.piece.terms
+        scale = terms.scale / (terms.softcap or 1.0)
+        if self.is_folded:
+            scale *= math.log2(math.e)
+        slopes = absent(Slopes)
+        if terms.alibi_slopes is not None:
+            rows = terms.alibi_slopes.contiguous()
+            slopes = Slopes(rows, code(rows.shape[-1] if rows.dim() == 2 else 0))
+        sinks = terms.sinks
+        return ScoreTerms(
+            scale,
+            terms.scale,
+            terms.softcap or 1.0,
+            absent(Bias) if terms.bias is None else self.bias_operand(terms.bias),
+            slopes,
+            None if sinks is None else sinks.contiguous(),
+            terms.rng if terms.dropout_p > 0.0 else None,
+            1.0 / (1.0 - terms.dropout_p),
+            *(code(half) for half in divmod(drop_threshold(terms.dropout_p), 1 << 16)),
+        )
+
+    @staticmethod
+    def bias_operand(bias: Tensor) -> Bias:
+        stride_b, stride_h, stride_m, stride_n = (
+            0 if size == 1 else stride
+            for size, stride in zip(bias.shape, bias.stride(), strict=True)
+        )
+        rows, cols = [code(FAR if size == 1 else size) for size in bias.shape[2:]]
+        strides = code(stride_b), code(stride_h), code(stride_m), code(stride_n)
+        return Bias(bias, *strides, rows, cols)
+
+    def build(self, plan: Plan, config: Config, *others: Tensor) -> Build:
+        """What a kernel of this call is compiled for.
+
+        others: what else it reads or writes by rows.
+        """
+        terms, k_start, bias_rows = self.piece.terms, self.piece.positions.k_start, 0
+        is_grouped = k_start is None or (isinstance(k_start, int) and k_start % 4 == 0)
+        bias = terms.bias
+        if bias is not None and bias.shape[3] > 1 and bias.stride(3) == 1:
+            bias_rows = 8 if bias.shape[2] == 1 or bias.stride(2) % 8 == 0 else 1
+        return Build(
+            *self.dims,
+            self.place_kind,
+            self.mask_kind,
+            self.is_folded,
+            terms.softcap is not None,
+            is_grouped,
+            bias_rows,
+            self.precision,
+            self.is_wide(*others),
+            False,
+            config.block_m,
+            config.block_n,
+        )
+
+    # ------------------------------------------------------------ placement
+
+    @property
+    def n_sequences(self) -> int:
+        """Documents of a packed call and what none of them owns, or batch rows."""
+        positions = self.piece.positions
+        return positions.B + 1 if positions.is_packed else self.B
+
+    @cached_property
+    def _uniform_fields(self) -> tuple[int, ...]:
+        positions, band = self.piece.positions, self.band or Band()
+        i_base, j_base = (
+            x if isinstance(x, int) else 0 for x in (positions.q_start, positions.k_start)
+        )
+        shift = i_base - j_base if positions.is_piece else self.N - self.M
+        position = shift
+        if isinstance(band.offset, int) and band.offset != self.op_offset:
+            position = i_base - j_base + band.offset
+        left, right = (
+            max(-FAR, min(FAR, x)) for x in (position - band.left, position + band.right)
+        )
+        fields = (self.M, self.N, 0, self.N, left, right, shift, i_base, j_base)
+        return tuple(code(x) for x in fields)
+
+    def _write_table(self, block_m: int, block_n: int) -> Tensor | None:
+        if self.place_kind == _UNIFORM:
+            return None
+        positions, band = self.piece.positions, self.band or Band()
+        n_sequences = self.n_sequences
+        table = torch.empty(n_sequences, _FIELDS, dtype=torch.int32, device=self.device)
+        starts = [x if isinstance(x, int) else 0 for x in (positions.q_start, positions.k_start)]
+        start_tensors = [
+            x if isinstance(x, Tensor) else None for x in (positions.q_start, positions.k_start)
+        ]
+        offsets = band.offset if isinstance(band.offset, Tensor) else None
+        has_offset = isinstance(band.offset, int)
+        ones = (offsets, band.lows, band.highs)
+        one = sum(1 << i for i, x in enumerate(ones) if x is not None and x.numel() == 1)
+        lengths = Lengths(
+            positions.cu_seqlens_q,
+            positions.cu_seqlens_k,
+            positions.seqused_q,
+            positions.seqused_k,
+            start_tensors[0],
+            start_tensors[1],
+            offsets,
+            band.lows,
+            band.highs,
+        )
+        block = 128
+        launch(
+            placement.place_sequences,
+            (1,),
+            Config(0, 0, 4, 1),
+            (
+                table, lengths, n_sequences, self.M, self.N, *starts,
+                band.left, band.right,
+                band.offset if isinstance(band.offset, int) else 0,
+                positions.is_piece, has_offset, one, block_m, block_n, block,
+            ),
+            self.device,
+        )  # fmt: skip
+        return table
+
+    def _place(self, table: Tensor | None, H: int, group: int, n_tiles: int) -> Placement:
+        fields = self._uniform_fields if table is None else None
+        sizes = (n_tiles, self.n_sequences, self.n_batches, H, group)
+        return Placement(table, fields, *(code(x) for x in sizes))
+
+    @property
+    def n_batches(self) -> int:
+        """Rows of storage: a packed call has one."""
+        return 1 if self.place_kind == _PACKED else self.B
+
+    @cached_property
+    def document_rows(self) -> tuple[Tensor, Tensor]:
+        """Of each packed row its document and its local index, int64 `[T]`.
+
+        Rows of no document count to any; nothing of theirs is other than 0.
+        """
+        rows = self.piece.positions.rows((0, 1), (0, 1), (0, self.M), self.device)
+        local = rows.i - rows.q_start
+        return rows.b.expand_as(local).flatten(), local.flatten()
+
+    def count_tiles(self, rows: int, block: int) -> int:
+        """Tiles of a batch row, or as many as all documents together may have."""
+        if self.place_kind == _PACKED:
+            return rows // block + self.n_sequences
+        return -(-rows // block)
+
+    def count_shares(self, n_programs: int) -> int:
+        """In how many shares a group's query heads are taken, so that enough programs run.
+
+        A function of the call alone, so that the sums' order is the same in every run.
+        """
+        group = self.H // self.G
+        shares = 1
+        while shares < group and n_programs * shares < ENOUGH_PROGRAMS:
+            shares *= 2
+        return min(shares, group)
+
+    def plan_rows(self, config: Config) -> Plan:
+        """Programs that own query tiles."""
+        return self._plan(config, lists.list_key_tiles, self.M, config.block_m, self.H)
+
+    def plan_keys(self, config: Config) -> Plan:
+        """Programs that own key tiles."""
+        return self._plan(config, lists.list_query_tiles, self.N, config.block_n, self.G)
+
+    def _plan(self, config: Config, kernel: Any, rows: int, block: int, heads: int) -> Plan:
+        table = self._write_table(config.block_m, config.block_n)
+        n_tiles = self.count_tiles(rows, block)
+        mask = self._list(table, kernel, n_tiles, config)
+        place = self._place(table, self.H, self.H // self.G, n_tiles)
+        return Plan(n_tiles * heads * self.n_batches, Call(place, mask, self.terms))
+
+    # ------------------------------------------------------------ masks
+
+    @cached_property
+    def _test(self) -> tuple[Any, ...]:
+        """What a partial tile is tested by, its strides, its extent and its rows."""
+        if self.mask_kind == _INTERVALS:
+            piece = self.piece
+            rows = piece.positions.rows((0, self.B), (0, self.H), (0, self.M), self.device)
+            starts, stops = (
+                x.to(torch.int32).contiguous() for x in row_intervals(piece.mask, rows)
+            )
+            extent = starts.shape[-1]
+            sizes, rows_of = starts.shape[:2], starts.shape[2]
+            strides = [0 if size == 1 else starts.stride(d) for d, size in enumerate(sizes)]
+            return starts, stops, *strides, extent, rows_of
+        bits = self.piece.mask
+        is_ready = isinstance(bits, Bits) and bits.block_m == bits.block_n == BIT_TILE
+        if not is_ready or self.piece.positions.is_piece:
+            bits = materialise(bits, self.piece.positions, self.device)
+        assert isinstance(bits, Bits)
+        kinds = bits.kinds.contiguous()
+        strides = [0 if size == 1 else kinds.stride(d) for d, size in enumerate(kinds.shape[:2])]
+        return kinds, bits.words.contiguous(), *strides, kinds.shape[3], kinds.shape[2]
+
+    def _list(self, table: Tensor | None, kernel: Any, n_tiles: int, config: Config) -> MaskData:
+        """The mask's test, and the lists of tiles that `kernel` makes of it."""
+        if self.mask_kind == _BAND:
+            return _NO_MASK
+        first, second, stride_b, stride_h, extent, rows = self._test
+        heads = 1 if stride_h == 0 else self.H
+        by_rows = kernel is lists.list_key_tiles
+        other, block = (self.N, config.block_n) if by_rows else (self.M, config.block_m)
+        width = -(-other // block) + 1
+        total = n_tiles * self.n_batches
+        entries = torch.empty(heads, total, width, dtype=torch.int32, device=self.device)
+        counts = torch.empty(heads, total, 2, dtype=torch.int32, device=self.device)
+        mask = MaskData(
+            entries, counts, code(width), code(total if heads > 1 else 0), first, second,
+            code(stride_b), code(stride_h), code(extent), code(rows),
+        )  # fmt: skip
+        place = self._place(table, heads, 1, n_tiles)
+        strip = 16 if by_rows else 8
+        launch(
+            kernel,
+            (total * heads,),
+            Config(0, 0, 4, 1),
+            (place, mask, self.place_kind, self.mask_kind, config.block_m, config.block_n, strip),
+            self.device,
+        )
+        return mask
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """A last dim that is not contiguous is copied."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

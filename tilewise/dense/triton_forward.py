@@ -1,0 +1,138 @@
+"""Forward of the triton backend: one program per query tile, online softmax over key tiles.
+
+Dims: q `[B, M, H, D]`, k `[B, N, G, D]`, v `[B, N, G, E]`, out `[B, M, H, E]`, lse `[B, H, M]`;
+    packed tensors have one batch row whose documents are sequences.
+Grid: query tiles x heads x batch rows, on axis 0; query heads of one kv head are neighbours.
+Math: FlashAttention-2 (arXiv 2307.08691), algorithm 1. Tiles that every row sees whole need no test
+    and run first; then those that some rows see in part.
+Units: scores as in `kernels/softmax.py`; lse natural, fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernels.launch import launch
+from ..kernels.masks import BAND, key_span, partial_tile, visible, whole_tile
+from ..kernels.placement import FIRST_Q_TILE, locate
+from ..kernels.scores import add_terms, keep_tile
+from ..kernels.softmax import join_sink, softmax_end, softmax_step
+from ..kernels.structs import decode
+from ..kernels.tiles import (
+    clean_rows,
+    dot_add,
+    dot_rows,
+    load_tile,
+    row_base,
+    scale_tile,
+    statistics_base,
+    store_tile,
+    zero_tile,
+)
+from .config import forward_config
+from .piece import Piece
+from .triton_call import TritonCall
+
+
+@triton.jit
+def _attention_fwd_kernel(q, k, v, out, lse, call, BUILD: tl.constexpr):
+    BLOCK_M: tl.constexpr = BUILD.block_m
+    DIMS: tl.constexpr = BUILD.dims
+    VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    pid = tl.program_id(0)
+    seq, h, tile, list_tile = locate(call.place, pid, BUILD.place, FIRST_Q_TILE, True)
+    kv_head = h // decode(call.place.group)
+    m0 = tile * BLOCK_M
+    m = m0 + tl.arange(0, BLOCK_M)
+    owned, stored = m < seq.q_used, m < seq.q_stored
+    q_base = row_base(q, seq.batch, seq.q_first + m0, h)
+    q_tile = load_tile(q_base, q.stride_m, owned, True, BLOCK_M, DIMS, BUILD.is_wide)
+    bases = (
+        row_base(k, seq.batch, seq.k_first, kv_head),
+        row_base(v, seq.batch, seq.k_first, kv_head),
+    )
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc = zero_tile(BLOCK_M, VALUE_DIMS)
+    span = key_span(call.mask, seq, h, tile, list_tile, BUILD)
+    for i in range(0, span.n_whole):
+        n0 = whole_tile(call.mask, span, i, BUILD.mask) * BUILD.block_n
+        row_max, row_sum, acc = _visit(
+            q_tile, bases, k.stride_m, v.stride_m, row_max, row_sum, acc,
+            call, seq, span, h, m0, n0, False, BUILD,
+        )  # fmt: skip
+    for i in range(0, span.n_partial):
+        n0 = partial_tile(call.mask, span, i, BUILD.mask) * BUILD.block_n
+        row_max, row_sum, acc = _visit(
+            q_tile, bases, k.stride_m, v.stride_m, row_max, row_sum, acc,
+            call, seq, span, h, m0, n0, True, BUILD,
+        )  # fmt: skip
+    row_lse, factor = softmax_end(row_max, row_sum, BUILD.is_folded)
+    if call.terms.sinks is not None:
+        row_lse, shrink = join_sink(row_lse, tl.load(call.terms.sinks + h).to(tl.float32))
+        factor *= shrink
+    if call.terms.rng is not None:
+        factor *= call.terms.keep_scale
+    # A row that nobody owns may have met keys in a tile without a test.
+    acc = clean_rows(scale_tile(acc, factor[:, None], VALUE_DIMS), owned, VALUE_DIMS)
+    out_base = row_base(out, seq.batch, seq.q_first + m0, h)
+    store_tile(out_base, out.stride_m, acc, stored, BLOCK_M, VALUE_DIMS, False, BUILD.is_wide)
+    lse_base = statistics_base(lse, seq.batch, seq.q_first + m0, h)
+    row_lse = tl.where(owned, row_lse, float("-inf"))
+    tl.store(lse_base + tl.arange(0, BLOCK_M), row_lse, mask=stored)
+
+
+@triton.jit
+def _visit(
+    q_tile, bases, k_stride, v_stride, row_max, row_sum, acc, call, seq, span, h, m0, n0,
+    IS_PARTIAL: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """One key tile: its scores, its step of the softmax, its share of the output."""
+    BLOCK_M: tl.constexpr = BUILD.block_m
+    BLOCK_N: tl.constexpr = BUILD.block_n
+    DIMS: tl.constexpr = BUILD.dims
+    VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    terms = call.terms
+    m = (m0 + tl.arange(0, BLOCK_M))[:, None]
+    n = n0 + tl.arange(0, BLOCK_N)
+    # Keys that no row of the tile sees may be NaN, or not there.
+    mask_n = (n >= span.start) & (n < span.stop)
+    k_base = bases[0] + n0.to(tl.int64) * k_stride
+    k_tile = load_tile(k_base, k_stride, mask_n, IS_PARTIAL, BLOCK_N, DIMS, BUILD.is_wide)
+    s = dot_rows(q_tile, k_tile, DIMS, BUILD)
+    if not BUILD.is_folded:
+        s, _ = add_terms(s, terms, seq, h, m, n[None, :], BUILD)
+    v_base = bases[1] + n0.to(tl.int64) * v_stride
+    v_tile = load_tile(v_base, v_stride, mask_n, IS_PARTIAL, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
+    if IS_PARTIAL:
+        seen = visible(call.mask, seq, h, m, n[None, :], m0, n0, BUILD.mask)
+        s = tl.where(seen, s, float("-inf"))
+        if BUILD.mask != BAND:
+            v_tile = clean_rows(v_tile, tl.max(seen.to(tl.int32), 0) > 0, VALUE_DIMS)
+    p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, terms.scale, BUILD.is_folded)
+    if terms.rng is not None:
+        p = tl.where(keep_tile(call, seq, h, m0, n0, False, BUILD), p, 0.0)
+    acc = scale_tile(acc, rescale[:, None], VALUE_DIMS)
+    return row_max, row_sum, dot_add(p, v_tile, acc, VALUE_DIMS, BUILD)
+
+
+def attention_fwd(piece: Piece, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """out `[B, M, H, E]` and lse `[B, H, M]` of a piece made a batch. Nothing is checked here."""
+    (B, M, H, _), E = piece.q.shape, piece.v.shape[-1]
+    out = torch.empty(B, M, H, E, dtype=out_dtype, device=piece.q.device)
+    lse = torch.empty(B, H, M, dtype=torch.float32, device=piece.q.device)
+    call = TritonCall(piece)
+    config = forward_config(call.key)
+    plan = call.plan_rows(config)
+    operands = (*call.qkv, call.operand(out), call.statistics(lse))
+    launch(
+        _attention_fwd_kernel,
+        (plan.n_programs,),
+        config,
+        (*operands, plan.call, call.build(plan, config, out)),
+        call.device,
+    )
+    return out, lse

@@ -1,0 +1,58 @@
+"""Launching kernels: the one place that knows how Triton is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+
+class Config(NamedTuple):
+    """Tile sizes of one kernel, and what the compiler is told."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU. Settled when they are imported."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def architecture_of(device: torch.device) -> str:
+    """`sm_90`, `gfx942`, ..., or `interpreter`."""
+    return "interpreter" if is_interpreted() else _gpu_architecture(device)
+
+
+@lru_cache(maxsize=64)
+def _gpu_architecture(device: torch.device) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    config: Config,
+    arguments: Sequence[Any],
+    device: torch.device,
+) -> None:
+    """Run a grid of a kernel's programs on a device's current stream."""
+    if 0 in grid:
+        return
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _run(kernel, grid, config, arguments)
+    else:
+        _run(kernel, grid, config, arguments)
+
+
+def _run(kernel: Any, grid: tuple[int, ...], config: Config, arguments: Sequence[Any]) -> None:
+    kernel[grid](*arguments, num_warps=config.num_warps, num_stages=config.num_stages)
