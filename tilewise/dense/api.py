@@ -65,8 +65,9 @@ def attention(
     Raises: ValueError for arguments that do not fit, NotImplementedError for what no chosen
         backend can do; before anything is read or written.
     Cost: 4 B H M N D flops over the visible tiles, backward 2.5 times that. Extra memory: an lse
-        `[B, H, M]` and a few tiles; backward, fp32 buffers of dq, dk and dv. Where a bias, slopes
-        or sinks learn, out is kept in fp32 too.
+        `[B, H, M]` and a few tiles; backward, fp32 buffers of dq, dk and dv on "tiled". Where a
+        bias, slopes or sinks learn, out is kept in fp32 too. On "triton" inputs whose rows do not
+        start at multiples of 16 elements are copied.
     Deterministic: forward and backward always, on every backend.
     Source: FlashAttention-2 (arXiv 2307.08691); the oracle is
         `tilewise.dense.reference.attention_reference`.

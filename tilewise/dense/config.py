@@ -30,7 +30,8 @@ def forward_config(key: Key) -> Config:
     if key.architecture == "interpreter":
         return Config(32, 32, 4, 1)
     if key.dtype == torch.float32:
-        return Config(64, 32, 4, 2) if key.width <= 128 else Config(32, 32, 4, 1)
+        # Three tf32 products hold each operand in two halves: little fits into registers.
+        return Config(64, 16, 4, 1) if key.width <= 128 else Config(16, 16, 4, 1)
     if key.width <= 64:
         return Config(128, 64, 8, 3)
     if key.width <= 128:
@@ -42,7 +43,8 @@ def backward_config(key: Key) -> BackwardConfig:
     if key.architecture == "interpreter":
         return BackwardConfig(Config(32, 32, 4, 1), Config(32, 32, 4, 1))
     if key.dtype == torch.float32:
-        return BackwardConfig(Config(32, 32, 4, 1), Config(32, 32, 4, 1))
+        keys = Config(32, 16, 4, 1) if key.width <= 128 else Config(16, 16, 4, 1)
+        return BackwardConfig(keys, Config(16, 32, 4, 1) if key.width <= 128 else keys)
     if key.width <= 64:
         return BackwardConfig(Config(64, 64, 4, 1), Config(64, 64, 4, 3))
     if key.width <= 128:
@@ -51,10 +53,17 @@ def backward_config(key: Key) -> BackwardConfig:
 
 
 def bias_config(key: Key) -> Config:
-    """Of the kernels for a learned bias, and for rows whose lse lost their sum."""
+    """Of the kernel for a learned bias."""
     if key.architecture == "interpreter":
         return Config(32, 32, 4, 1)
+    if key.dtype == torch.float32:
+        return Config(32, 16, 4, 1) if key.width <= 128 else Config(16, 16, 4, 1)
     return Config(64, 64, 8, 1) if key.width <= 128 else Config(32, 32, 8, 1)
+
+
+def row_sums_config(key: Key) -> Config:
+    """Of the kernel that sums over the keys of each row."""
+    return bias_config(key)
 
 
 def delta_config(key: Key) -> Config:

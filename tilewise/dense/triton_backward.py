@@ -41,8 +41,9 @@ from ..kernels.tiles import (
 )
 from .config import backward_config, delta_config
 from .piece import Piece
-from .triton_bias_backward import bias_gradient, sum_shares
-from .triton_call import TritonCall, contiguous_rows
+from .triton_bias_backward import bias_gradient
+from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows, new_rows
+from .triton_row_sums import sum_rows
 
 
 @triton.jit(do_not_specialize=["n_heads"])
@@ -111,7 +112,7 @@ def _visit_rows(
     )
     statistics = load_statistics(upstream, seq, m0, h, mask_m, BLOCK_M)
     has_shares: tl.constexpr = upstream.shares.ptr is not None
-    kept, _, ds, seen = recompute(
+    _, kept, _, ds, seen = recompute(
         q_tile, k_tile, v_tile, do_tile, statistics, call, seq, h, m0, n0,
         IS_PARTIAL, True, has_shares, BUILD,
     )  # fmt: skip
@@ -190,7 +191,7 @@ def _visit_keys(
     v_base = bases[1] + n0.to(tl.int64) * v_stride
     k_tile = load_tile(k_base, k_stride, mask_n, IS_PARTIAL, BLOCK_N, DIMS, BUILD.is_wide)
     v_tile = load_tile(v_base, v_stride, mask_n, IS_PARTIAL, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
-    _, ds, ds_inner, seen = recompute(
+    _, _, ds, ds_inner, seen = recompute(
         q_tile, k_tile, v_tile, do_tile, statistics, call, seq, h, m0, n0,
         IS_PARTIAL, False, HAS_SHARES, BUILD,
     )  # fmt: skip
@@ -233,6 +234,10 @@ def _row_product(o, do):
     return tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)
 
 
+# Over more keys than these the rounding of O and P averages out (see `triton_row_sums.py`).
+_FEW_KEYS = 128
+
+
 class Gradients(NamedTuple):
     """Where dQ, dK and dV go: written, or added to (`is_added`). slopes: `[B, H, M]` for each row's
     share of the slopes' gradient, or None."""
@@ -258,12 +263,18 @@ def attention_gradients(
     """
     (dout, dlse), (out, lse), terms = upstream, result, piece.terms
     call = TritonCall(piece)
-    dout = contiguous_rows(dout)
-    delta = _row_products(call, contiguous_rows(out), dout, dlse)
-    shares = None if terms.bias is None else sum_shares(call, lse)
+    dout = align_rows(dout)
+    dlse = None if dlse is None else contiguous_statistics(dlse)
+    delta, shares = torch.empty_like(lse), None if terms.bias is None else torch.empty_like(lse)
+    is_summed = piece.q.dtype != torch.float32 and (call.N <= _FEW_KEYS or any(wanted))
+    if is_summed or shares is not None:
+        sum_rows(call, dout, lse, dlse, delta if is_summed else None, shares)
+    if not is_summed:
+        _multiply_rows(call, align_rows(out), dout, dlse, delta)
     statistics = (call.statistics(x) for x in (lse, delta, shares))
     rows = Upstream(call.operand(dout), *statistics)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in call.tensors)
+    inputs = (piece.q, piece.k, piece.v)
+    dq, dk, dv = (new_rows(x.shape, x.dtype, x.device) for x in inputs)
     slopes = torch.empty_like(lse) if wanted[1] else None
     _launch_gradients(call, rows, Gradients(dq, dk, dv, slopes))
     extras = [lse.new_empty(0)] * 3
@@ -276,7 +287,8 @@ def attention_gradients(
         if wanted[0] and terms.bias is not None:
             sums = sink_rows if dlse is None else sink_rows + torch.where(lse.isneginf(), 0.0, dlse)
             extras[0] = bias_gradient(call, terms.bias, rows, sums).to(terms.bias.dtype)
-    return [dq, dk, dv, *extras]
+    cut = (cut_rows(g, x.shape[-1]) for g, x in zip((dq, dk, dv), inputs, strict=True))
+    return [*cut, *extras]
 
 
 def attention_bwd(
@@ -287,23 +299,23 @@ def attention_bwd(
     lse, delta: `[B, H, M]`, the whole softmax's.
     """
     call = TritonCall(piece)
-    dout, lse, delta = (contiguous_rows(x) for x in (dout, lse, delta))
+    dout, lse, delta = align_rows(dout), contiguous_statistics(lse), contiguous_statistics(delta)
     statistics = (call.statistics(x) for x in (lse, delta, None))
-    # A buffer whose last dim is not contiguous is added to in a copy.
-    dq, dk, dv = (contiguous_rows(x) for x in buffers)
+    # A buffer whose rows are not aligned is added to in a copy.
+    dq, dk, dv = (align_rows(x) for x in buffers)
     _launch_gradients(
         call, Upstream(call.operand(dout), *statistics), Gradients(dq, dk, dv, None, True)
     )
     for buffer, target in zip(buffers, (dq, dk, dv), strict=True):
         if buffer is not target:
-            buffer.copy_(target)
+            buffer.copy_(target[..., : buffer.shape[-1]])
 
 
-def _row_products(call: TritonCall, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """delta `[B, H, M]`."""
-    delta = torch.empty(call.B, call.H, call.M, dtype=torch.float32, device=call.device)
+def _multiply_rows(
+    call: TritonCall, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor
+) -> None:
+    """Write delta `[B, H, M]` from what the forward left."""
     config = delta_config(call.key)
-    dlse = None if dlse is None else contiguous_rows(dlse)
     launch(
         _attention_bwd_delta_kernel,
         (-(-call.M // config.block_m) * call.H * call.B,),
@@ -314,7 +326,6 @@ def _row_products(call: TritonCall, out: Tensor, dout: Tensor, dlse: Tensor | No
         ),
         call.device,
     )  # fmt: skip
-    return delta
 
 
 def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients) -> None:

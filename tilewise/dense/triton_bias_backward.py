@@ -1,4 +1,4 @@
-"""What a bias asks of the triton backward: its own gradient, and rows whose lse lost their sum.
+"""The gradient of a bias in the triton backward.
 
 The gradient of a bias is dS summed over what the bias was broadcast along. Programs that own a tile
 of the bias visit everything that it was added to, in order, so the sum has one order: no atomics.
@@ -14,67 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.launch import launch
-from ..kernels.masks import key_span, partial_tile, visible, whole_tile
-from ..kernels.placement import FIRST_Q_TILE, locate, sequence_at
+from ..kernels.placement import sequence_at
 from ..kernels.recompute import Upstream, load_statistics, recompute
-from ..kernels.scores import add_terms
-from ..kernels.softmax import LOG2_E, probabilities
 from ..kernels.structs import code, decode
-from ..kernels.tiles import dot_rows, load_tile, row_base, statistics_base
+from ..kernels.tiles import load_tile, row_base
 from .config import bias_config
 from .triton_call import TritonCall
 
 # From here on an fp32 lse keeps the log of a row's sum to less than 1e-3.
 _LARGE_LSE = tl.constexpr(8192.0)
-
-
-@triton.jit
-def _attention_bwd_shares_kernel(q, k, lse, shares, call, BUILD: tl.constexpr):
-    """1 / sum(exp(S - lse)) of each row: 1, unless lse is too large to hold the log of a sum.
-
-    A row whose bias is the dtype's most negative number has lse = maximum, and exp(S - lse) is 1
-    for each of its keys. Tiles without such a row end at once.
-    """
-    BLOCK_M: tl.constexpr = BUILD.block_m
-    BLOCK_N: tl.constexpr = BUILD.block_n
-    DIMS: tl.constexpr = BUILD.dims
-    terms = call.terms
-    pid = tl.program_id(0)
-    seq, h, tile, list_tile = locate(call.place, pid, BUILD.place, FIRST_Q_TILE, True)
-    m0 = tile * BLOCK_M
-    rows = tl.arange(0, BLOCK_M)
-    m = m0 + rows
-    owned = m < seq.q_used
-    row = seq.q_first + m0
-    row_lse = tl.load(statistics_base(lse, seq.batch, row, h) + rows, mask=owned, other=0.0)
-    is_large = (tl.abs(row_lse) > _LARGE_LSE) & (tl.abs(row_lse) < float("inf"))
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    if tl.max(is_large.to(tl.int32), 0) > 0:
-        q_base = row_base(q, seq.batch, row, h)
-        q_tile = load_tile(q_base, q.stride_m, owned, True, BLOCK_M, DIMS, BUILD.is_wide)
-        k_base = row_base(k, seq.batch, seq.k_first, h // decode(call.place.group))
-        span = key_span(call.mask, seq, h, tile, list_tile, BUILD)
-        for i in range(0, span.n_whole + span.n_partial):
-            if i < span.n_whole:
-                n0 = whole_tile(call.mask, span, i, BUILD.mask) * BLOCK_N
-            else:
-                n0 = partial_tile(call.mask, span, i - span.n_whole, BUILD.mask) * BLOCK_N
-            n = n0 + tl.arange(0, BLOCK_N)
-            mask_n = (n >= span.start) & (n < span.stop)
-            base = k_base + n0.to(tl.int64) * k.stride_m
-            k_tile = load_tile(base, k.stride_m, mask_n, True, BLOCK_N, DIMS, BUILD.is_wide)
-            s = dot_rows(q_tile, k_tile, DIMS, BUILD)
-            s, _ = add_terms(s, terms, seq, h, m[:, None], n[None, :], BUILD)
-            seen = visible(call.mask, seq, h, m[:, None], n[None, :], m0, n0, BUILD.mask)
-            s = tl.where(seen, s, float("-inf"))
-            total += tl.sum(probabilities(s, row_lse[:, None], terms.scale, False), 1)
-        if terms.sinks is not None:
-            sink = tl.load(terms.sinks + h).to(tl.float32)
-            total += tl.exp2((sink - row_lse) * LOG2_E)
-    is_lost = is_large & (total > 0.0)
-    share = tl.where(is_lost, 1.0 / tl.where(is_lost, total, 1.0), 1.0)
-    share_base = statistics_base(shares, seq.batch, row, h)
-    tl.store(share_base + rows, share, mask=m < seq.q_stored)
 
 
 @triton.jit(do_not_specialize=["n_row_tiles", "n_key_tiles"])
@@ -149,12 +97,13 @@ def _bias_tile(q, k, v, upstream, call, seq, h, x, y, BUILD: tl.constexpr):
         kv_head = h // decode(call.place.group)
         mask_m = m < seq.q_used
         mask_n = (n >= seq.low) & (n < seq.high)
-        dout, wide = upstream.dout, BUILD.is_wide
+        dout = upstream.dout
+        wide: tl.constexpr = BUILD.is_wide
         q_base = row_base(q, seq.batch, seq.q_first + m0, h)
         do_base = row_base(dout, seq.batch, seq.q_first + m0, h)
         k_base = row_base(k, seq.batch, seq.k_first + n0, kv_head)
         v_base = row_base(v, seq.batch, seq.k_first + n0, kv_head)
-        _, ds, _, _ = recompute(
+        _, _, ds, _, _ = recompute(
             load_tile(q_base, q.stride_m, mask_m, True, BLOCK_M, DIMS, wide),
             load_tile(k_base, k.stride_m, mask_n, True, BLOCK_N, DIMS, wide),
             load_tile(v_base, v.stride_m, mask_n, True, BLOCK_N, VALUE_DIMS, wide),
@@ -163,25 +112,6 @@ def _bias_tile(q, k, v, upstream, call, seq, h, x, y, BUILD: tl.constexpr):
             call, seq, h, m0, n0, True, False, True, BUILD,
         )  # fmt: skip
     return ds
-
-
-def sum_shares(call: TritonCall, lse: Tensor) -> Tensor:
-    """`[B, H, M]`: 1 / sum(exp(S - lse)), which is 1 where lse lost nothing."""
-    shares = torch.empty_like(lse)
-    config = bias_config(call.key)
-    plan = call.plan_rows(config)
-    q, k, _ = call.qkv
-    launch(
-        _attention_bwd_shares_kernel,
-        (plan.n_programs,),
-        config,
-        (
-            q, k, call.statistics(lse), call.statistics(shares), plan.call,
-            call.build(plan, config),
-        ),
-        call.device,
-    )  # fmt: skip
-    return shares
 
 
 def bias_gradient(call: TritonCall, bias: Tensor, upstream: Upstream, row_sums: Tensor) -> Tensor:

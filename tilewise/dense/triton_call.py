@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -67,10 +68,10 @@ class TritonCall:
 
     def __init__(self, piece: Piece) -> None:
         self.piece, self.device = piece, piece.q.device
-        self.B, self.M, self.H, D = piece.q.shape
-        self.N, self.G, E = piece.k.shape[1], piece.k.shape[2], piece.v.shape[-1]
-        self.tensors = tuple(contiguous_rows(x) for x in (piece.q, piece.k, piece.v))
-        self.dims = (cut_dim(D), cut_dim(E))
+        self.B, self.M, self.H, _ = piece.q.shape
+        self.N, self.G = piece.k.shape[1:3]
+        self.tensors = tuple(align_rows(x) for x in (piece.q, piece.k, piece.v))
+        self.dims = cut_dim(self.tensors[0].shape[-1]), cut_dim(self.tensors[2].shape[-1])
         terms = piece.terms
         is_plain = terms.softcap is None and terms.bias is None and terms.alibi_slopes is None
         self.is_folded = is_plain and terms.scale > 0.0
@@ -112,7 +113,7 @@ class TritonCall:
 
     @staticmethod
     def operand(x: Tensor) -> Operand:
-        stride_b, stride_m, stride_h, _ = x.stride()
+        stride_b, stride_m, stride_h = _strides(x)
         return Operand(x, stride_b, stride_m, stride_h)
 
     @staticmethod
@@ -358,6 +359,42 @@ class TritonCall:
         return mask
 
 
-def contiguous_rows(x: Tensor) -> Tensor:
-    """A last dim that is not contiguous is copied."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def contiguous_statistics(x: Tensor) -> Tensor:
+    """`[B, H, M]` with its rows one after the other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def padded_dim(dim: int) -> int:
+    """The columns of aligned rows: 16 elements are what Triton sees as aligned in any dtype."""
+    return -(-dim // 16) * 16
+
+
+def align_rows(x: Tensor) -> Tensor:
+    """`[B, M, H, D]` itself, or a copy with D filled up with zeros where its rows are not aligned.
+
+    Rows that start anywhere would be read element by element. On Hopper the code that does so is
+    also long enough for ptxas to lose a product's descriptor: D 59, E 37 read past shared memory
+    (H200, Triton 3.6, 2026-11-29).
+    """
+    is_aligned = x.shape[-1] % 16 == 0 and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    if is_aligned and all(stride % 16 == 0 for stride in _strides(x)):
+        return x
+    copy = x.new_zeros(*x.shape[:-1], padded_dim(x.shape[-1]))
+    copy[..., : x.shape[-1]] = x
+    return copy
+
+
+def new_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for `[B, M, H, D]` results with aligned rows; the last columns may be padding."""
+    return torch.empty(*shape[:-1], padded_dim(shape[-1]), dtype=dtype, device=device)
+
+
+def cut_rows(x: Tensor, dim: int) -> Tensor:
+    """The first `dim` columns, contiguous."""
+    return x if x.shape[-1] == dim else x[..., :dim].contiguous()
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Of batch, row and head; a stride that is never taken may be anything, so it is 0."""
+    pairs = zip(x.shape[:-1], x.stride(), strict=False)
+    return [stride if size > 1 else 0 for size, stride in pairs]

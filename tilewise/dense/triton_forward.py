@@ -34,7 +34,7 @@ from ..kernels.tiles import (
 )
 from .config import forward_config
 from .piece import Piece
-from .triton_call import TritonCall
+from .triton_call import TritonCall, cut_rows, new_rows
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def _visit(
 def attention_fwd(piece: Piece, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """out `[B, M, H, E]` and lse `[B, H, M]` of a piece made a batch. Nothing is checked here."""
     (B, M, H, _), E = piece.q.shape, piece.v.shape[-1]
-    out = torch.empty(B, M, H, E, dtype=out_dtype, device=piece.q.device)
+    out = new_rows((B, M, H, E), out_dtype, piece.q.device)
     lse = torch.empty(B, H, M, dtype=torch.float32, device=piece.q.device)
     call = TritonCall(piece)
     config = forward_config(call.key)
@@ -135,4 +135,4 @@ def attention_fwd(piece: Piece, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]
         (*operands, plan.call, call.build(plan, config, out)),
         call.device,
     )
-    return out, lse
+    return cut_rows(out, E), lse

@@ -47,7 +47,7 @@ def recompute(
     IS_PARTIAL: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_SHARES: tl.constexpr,
     BUILD: tl.constexpr,
 ):  # fmt: skip
-    """P as dropout leaves it, dS, dS on its way to q . k, and who sees whom.
+    """P, P as dropout leaves it, dS, dS on its way to q . k, and who sees whom.
 
     All `[m, n]`, or `[n, m]` where TRANSPOSED. dV still lacks dropout's 1 / (1 - p).
     """
@@ -91,4 +91,4 @@ def recompute(
     ds_inner = ds
     if BUILD.is_capped:
         ds_inner = ds - ds * capped * capped
-    return kept, ds, ds_inner, seen
+    return p, kept, ds, ds_inner, seen

@@ -1,0 +1,125 @@
+"""Row sums that the triton backward needs where what the forward left is not enough.
+
+delta = rowsum(dO * O) - dLSE has the rounding of O, and of P in P V, to 16 bits. Over many keys
+that averages out; over few, and in the gradients of slopes, sinks and a bias, it would be over the
+error budget. There delta is the sum of P dP, less dLSE, with P and dP in fp32.
+
+An fp32 lse beyond 8192 keeps too little of the log of a row's sum: a row whose bias is the dtype's
+most negative number has lse = maximum, and exp(S - lse) is 1 for each of its keys. P of such a row
+is divided by its sum.
+
+Dims: as in `triton_forward.py`. Grid: as the forward's.
+Cost: the two products of S and dP over the visible tiles; only S where delta is not asked for, and
+    nothing in tiles without a large lse.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernels.launch import launch
+from ..kernels.masks import key_span, partial_tile, whole_tile
+from ..kernels.placement import FIRST_Q_TILE, locate
+from ..kernels.recompute import recompute
+from ..kernels.softmax import LOG2_E
+from ..kernels.structs import decode
+from ..kernels.tiles import load_tile, row_base, statistics_base
+from .config import row_sums_config
+from .triton_call import TritonCall
+
+_LARGE_LSE = tl.constexpr(8192.0)
+
+
+@triton.jit
+def _attention_bwd_row_sums_kernel(
+    q, k, v, dout, lse, dlse, delta, shares, call,
+    HAS_DELTA: tl.constexpr, HAS_SHARES: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """delta of each row, and 1 / sum(exp(S - lse)), which is 1 unless lse is large."""
+    BLOCK_M: tl.constexpr = BUILD.block_m
+    BLOCK_N: tl.constexpr = BUILD.block_n
+    DIMS: tl.constexpr = BUILD.dims
+    VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    pid = tl.program_id(0)
+    seq, h, tile, list_tile = locate(call.place, pid, BUILD.place, FIRST_Q_TILE, True)
+    m0 = tile * BLOCK_M
+    rows = tl.arange(0, BLOCK_M)
+    owned, stored = m0 + rows < seq.q_used, m0 + rows < seq.q_stored
+    row = seq.q_first + m0
+    lse_base = statistics_base(lse, seq.batch, row, h)
+    row_lse = tl.load(lse_base + rows, mask=owned, other=float("-inf"))
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    is_large = (tl.abs(row_lse) > _LARGE_LSE) & (row_lse < float("inf"))
+    total_p = tl.zeros((BLOCK_M,), tl.float32)
+    total_dp = tl.zeros((BLOCK_M,), tl.float32)
+    is_needed = tl.max(is_large.to(tl.int32), 0) > 0
+    if HAS_DELTA:
+        is_needed = is_needed | True
+    if is_needed:
+        kv_head = h // decode(call.place.group)
+        q_base = row_base(q, seq.batch, row, h)
+        do_base = row_base(dout, seq.batch, row, h)
+        k_base = row_base(k, seq.batch, seq.k_first, kv_head)
+        v_base = row_base(v, seq.batch, seq.k_first, kv_head)
+        q_tile = load_tile(q_base, q.stride_m, owned, True, BLOCK_M, DIMS, BUILD.is_wide)
+        do_tile = load_tile(do_base, dout.stride_m, owned, True, BLOCK_M, VALUE_DIMS, BUILD.is_wide)
+        span = key_span(call.mask, seq, h, tile, list_tile, BUILD)
+        # With a delta of 0, dS is P dP.
+        statistics = (row_lse, row_lse * 0.0, row_lse)
+        for i in range(0, span.n_whole + span.n_partial):
+            if i < span.n_whole:
+                n0 = whole_tile(call.mask, span, i, BUILD.mask) * BLOCK_N
+            else:
+                n0 = partial_tile(call.mask, span, i - span.n_whole, BUILD.mask) * BLOCK_N
+            n = n0 + tl.arange(0, BLOCK_N)
+            mask_n = (n >= span.start) & (n < span.stop)
+            k_ptr = k_base + n0.to(tl.int64) * k.stride_m
+            v_ptr = v_base + n0.to(tl.int64) * v.stride_m
+            k_tile = load_tile(k_ptr, k.stride_m, mask_n, True, BLOCK_N, DIMS, BUILD.is_wide)
+            v_tile = load_tile(v_ptr, v.stride_m, mask_n, True, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
+            p, _, p_dp, _, _ = recompute(
+                q_tile, k_tile, v_tile, do_tile, statistics, call, seq, h, m0, n0,
+                True, False, False, BUILD,
+            )  # fmt: skip
+            total_p += tl.sum(p, 1)
+            if HAS_DELTA:
+                total_dp += tl.sum(p_dp, 1)
+    if call.terms.sinks is not None:
+        sink = tl.load(call.terms.sinks + h).to(tl.float32)
+        total_p += tl.exp2((sink - row_lse) * LOG2_E)
+    is_lost = is_large & (total_p > 0.0)
+    share = tl.where(is_lost, 1.0 / tl.where(is_lost, total_p, 1.0), 1.0)
+    if HAS_SHARES:
+        tl.store(statistics_base(shares, seq.batch, row, h) + rows, share, mask=stored)
+    if HAS_DELTA:
+        total_dp *= share
+        if dlse.ptr is not None:
+            dlse_base = statistics_base(dlse, seq.batch, row, h)
+            total_dp -= tl.load(dlse_base + rows, mask=stored, other=0.0)
+        tl.store(statistics_base(delta, seq.batch, row, h) + rows, total_dp, mask=stored)
+
+
+def sum_rows(
+    call: TritonCall,
+    dout: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor | None,
+    shares: Tensor | None,
+) -> None:
+    """Write delta and shares `[B, H, M]`, each where it is given."""
+    config = row_sums_config(call.key)
+    plan = call.plan_rows(config)
+    launch(
+        _attention_bwd_row_sums_kernel,
+        (plan.n_programs,),
+        config,
+        (
+            *call.qkv, call.operand(dout),
+            *(call.statistics(x) for x in (lse, dlse, delta, shares)),
+            plan.call, delta is not None, shares is not None, call.build(plan, config, dout),
+        ),
+        call.device,
+    )  # fmt: skip
