@@ -18,11 +18,28 @@ class Key(NamedTuple):
     has_extras: bool
 
 
-class BackwardConfig(NamedTuple):
-    """Of the programs that own keys, and of those that own rows."""
+class KeysConfig(NamedTuple):
+    """One launch of the programs that own keys: for dK, dV or both."""
 
-    keys: Config
+    has_k: bool
+    has_v: bool
+    config: Config
+
+
+class BackwardConfig(NamedTuple):
+    """Of the programs that own keys, launch by launch, and of those that own rows."""
+
+    keys: tuple[KeysConfig, ...]
     rows: Config
+
+
+def _together(*config: int) -> tuple[KeysConfig, ...]:
+    return (KeysConfig(True, True, Config(*config)),)
+
+
+def _apart(dk: Config, dv: Config) -> tuple[KeysConfig, ...]:
+    """Where the accumulators of both would not leave enough registers."""
+    return KeysConfig(True, False, dk), KeysConfig(False, True, dv)
 
 
 # Measured on an H200 with Triton 3.6 (2026-11-29): the best of 7 to 14 each, at 16k and 4k tokens.
@@ -31,25 +48,34 @@ def forward_config(key: Key) -> Config:
         return Config(32, 32, 4, 1)
     if key.dtype == torch.float32:
         # Three tf32 products hold each operand in two halves: little fits into registers.
-        return Config(64, 16, 4, 1) if key.width <= 128 else Config(16, 16, 4, 1)
+        return Config(32, 32, 4, 1) if key.width <= 128 else Config(16, 16, 4, 1)
     if key.width <= 64:
         return Config(128, 64, 8, 3)
     if key.width <= 128:
         return Config(64, 64, 4, 3)
+    if key.width <= 192:
+        return Config(128, 64, 8, 3)
     return Config(128, 32, 8, 3)
 
 
 def backward_config(key: Key) -> BackwardConfig:
     if key.architecture == "interpreter":
-        return BackwardConfig(Config(32, 32, 4, 1), Config(32, 32, 4, 1))
+        return BackwardConfig(_together(32, 32, 4, 1), Config(32, 32, 4, 1))
     if key.dtype == torch.float32:
-        keys = Config(32, 16, 4, 1) if key.width <= 128 else Config(16, 16, 4, 1)
-        return BackwardConfig(keys, Config(16, 32, 4, 1) if key.width <= 128 else keys)
+        if key.width <= 128:
+            return BackwardConfig(_together(32, 16, 4, 1), Config(16, 32, 4, 1))
+        return BackwardConfig(_together(16, 16, 4, 1), Config(16, 16, 4, 1))
     if key.width <= 64:
-        return BackwardConfig(Config(64, 64, 4, 1), Config(64, 64, 4, 3))
+        return BackwardConfig(_together(64, 64, 4, 2), Config(64, 64, 4, 3))
+    if key.width <= 96:
+        return BackwardConfig(_together(32, 64, 4, 3), Config(64, 64, 4, 3))
     if key.width <= 128:
-        return BackwardConfig(Config(32, 64, 4, 2), Config(128, 64, 8, 3))
-    return BackwardConfig(Config(64, 64, 8, 2), Config(64, 32, 4, 2))
+        return BackwardConfig(_together(32, 64, 4, 3), Config(128, 64, 8, 3))
+    if key.width <= 192:
+        keys = _apart(Config(64, 128, 8, 2), Config(64, 128, 8, 2))
+        return BackwardConfig(keys, Config(128, 64, 8, 2))
+    keys = _apart(Config(32, 128, 8, 3), Config(32, 128, 8, 3))
+    return BackwardConfig(keys, Config(128, 64, 8, 1))
 
 
 def bias_config(key: Key) -> Config:

@@ -11,12 +11,13 @@ Math: FlashAttention-2 (arXiv 2307.08691), algorithm 2, with the gradient of the
     miscompiles one on Hopper.
 Deterministic: always, since every sum has one owner and one order. That takes seven products. The
     form with five, in which dQ is added up by atomics, was slower: at D 128 and 16k tokens 17.2 ms
-    against 15.0 ms (H200, Triton 3.6, 2026-11-29).
+    against 15.0 ms (H200, Triton 3.6, 2026-11-29). Where dK and dV together leave too few
+    registers, each has a launch of its own, which takes eight.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +27,7 @@ from torch import Tensor
 from ..kernels.launch import launch
 from ..kernels.masks import BAND, key_span, partial_tile, row_span, whole_tile
 from ..kernels.placement import FIRST_K_TILE, FIRST_Q_TILE, locate
-from ..kernels.recompute import Upstream, load_statistics, recompute
+from ..kernels.recompute import Upstream, load_rows, recompute, store_rows
 from ..kernels.scores import key_distance
 from ..kernels.structs import decode
 from ..kernels.tiles import (
@@ -39,7 +40,7 @@ from ..kernels.tiles import (
     store_tile,
     zero_tile,
 )
-from .config import backward_config, delta_config
+from .config import KeysConfig, backward_config, delta_config
 from .piece import Piece
 from .triton_bias_backward import bias_gradient
 from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows, new_rows
@@ -47,8 +48,11 @@ from .triton_row_sums import sum_rows
 
 
 @triton.jit(do_not_specialize=["n_heads"])
-def _attention_bwd_keys_kernel(q, k, v, upstream, dk, dv, call, n_heads, BUILD: tl.constexpr):
-    """dK and dV of a key tile, over `n_heads` query heads from the `program_id(1)`-th share on."""
+def _attention_bwd_keys_kernel(
+    q, k, v, upstream, dk, dv, call, n_heads,
+    HAS_K: tl.constexpr, HAS_V: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """dK, dV or both of a key tile, over `n_heads` query heads from `program_id(1)` shares on."""
     BLOCK_N: tl.constexpr = BUILD.block_n
     DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims
@@ -72,30 +76,34 @@ def _attention_bwd_keys_kernel(q, k, v, upstream, dk, dv, call, n_heads, BUILD: 
         for i in range(0, span.n_whole):
             m0 = whole_tile(call.mask, span, i, BUILD.mask) * BUILD.block_m
             acc_k, acc_v = _visit_rows(
-                q, k_tile, v_tile, acc_k, acc_v, upstream, call, seq, span, h, m0, n0, False, BUILD
-            )
+                q, k_tile, v_tile, acc_k, acc_v, upstream, call, seq, span, h, m0, n0,
+                False, HAS_K, HAS_V, BUILD,
+            )  # fmt: skip
         for i in range(0, span.n_partial):
             m0 = partial_tile(call.mask, span, i, BUILD.mask) * BUILD.block_m
             acc_k, acc_v = _visit_rows(
-                q, k_tile, v_tile, acc_k, acc_v, upstream, call, seq, span, h, m0, n0, True, BUILD
-            )
-    acc_k = scale_tile(acc_k, terms.gradient_scale, DIMS)
-    if terms.rng is not None:
-        acc_v = scale_tile(acc_v, terms.keep_scale, VALUE_DIMS)
+                q, k_tile, v_tile, acc_k, acc_v, upstream, call, seq, span, h, m0, n0,
+                True, HAS_K, HAS_V, BUILD,
+            )  # fmt: skip
     batch = share * decode(place.n_batches) + seq.batch
     stored = n < seq.k_stored
-    dk_base = row_base(dk, batch, seq.k_first + n0, kv_head)
-    dv_base = row_base(dv, batch, seq.k_first + n0, kv_head)
-    store_tile(dk_base, dk.stride_m, acc_k, stored, BLOCK_N, DIMS, BUILD.is_added, BUILD.is_wide)
-    store_tile(
-        dv_base, dv.stride_m, acc_v, stored, BLOCK_N, VALUE_DIMS, BUILD.is_added, BUILD.is_wide
-    )
+    if HAS_K:
+        acc_k = scale_tile(acc_k, terms.gradient_scale, DIMS)
+        base = row_base(dk, batch, seq.k_first + n0, kv_head)
+        store_tile(base, dk.stride_m, acc_k, stored, BLOCK_N, DIMS, BUILD.is_added, BUILD.is_wide)
+    if HAS_V:
+        if terms.rng is not None:
+            acc_v = scale_tile(acc_v, terms.keep_scale, VALUE_DIMS)
+        base = row_base(dv, batch, seq.k_first + n0, kv_head)
+        store_tile(
+            base, dv.stride_m, acc_v, stored, BLOCK_N, VALUE_DIMS, BUILD.is_added, BUILD.is_wide
+        )
 
 
 @triton.jit
 def _visit_rows(
     q, k_tile, v_tile, acc_k, acc_v, upstream, call, seq, span, h, m0, n0,
-    IS_PARTIAL: tl.constexpr, BUILD: tl.constexpr,
+    IS_PARTIAL: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dK and dV."""
     BLOCK_M: tl.constexpr = BUILD.block_m
@@ -110,8 +118,8 @@ def _visit_rows(
     do_tile = load_tile(
         do_base, dout.stride_m, mask_m, IS_PARTIAL, BLOCK_M, VALUE_DIMS, BUILD.is_wide
     )
-    statistics = load_statistics(upstream, seq, m0, h, mask_m, BLOCK_M)
-    has_shares: tl.constexpr = upstream.shares.ptr is not None
+    statistics = load_rows(upstream.rows, seq, m0, h, mask_m, IS_PARTIAL, BLOCK_M)
+    has_shares: tl.constexpr = call.terms.bias.ptr is not None
     _, kept, _, ds, seen = recompute(
         q_tile, k_tile, v_tile, do_tile, statistics, call, seq, h, m0, n0,
         IS_PARTIAL, True, has_shares, BUILD,
@@ -121,8 +129,10 @@ def _visit_rows(
             seen_rows = tl.max(seen.to(tl.int32), 0) > 0
             q_tile = clean_rows(q_tile, seen_rows, DIMS)
             do_tile = clean_rows(do_tile, seen_rows, VALUE_DIMS)
-    acc_v = dot_add(kept, do_tile, acc_v, VALUE_DIMS, BUILD)
-    acc_k = dot_add(ds, q_tile, acc_k, DIMS, BUILD)
+    if HAS_V:
+        acc_v = dot_add(kept, do_tile, acc_v, VALUE_DIMS, BUILD)
+    if HAS_K:
+        acc_k = dot_add(ds, q_tile, acc_k, DIMS, BUILD)
     return acc_k, acc_v
 
 
@@ -143,8 +153,8 @@ def _attention_bwd_rows_kernel(q, k, v, upstream, dq, slopes, call, BUILD: tl.co
     do_base = row_base(dout, seq.batch, seq.q_first + m0, h)
     q_tile = load_tile(q_base, q.stride_m, owned, True, BLOCK_M, DIMS, BUILD.is_wide)
     do_tile = load_tile(do_base, dout.stride_m, owned, True, BLOCK_M, VALUE_DIMS, BUILD.is_wide)
-    statistics = load_statistics(upstream, seq, m0, h, owned, BLOCK_M)
-    has_shares: tl.constexpr = upstream.shares.ptr is not None
+    statistics = load_rows(upstream.rows, seq, m0, h, owned, True, BLOCK_M)
+    has_shares: tl.constexpr = call.terms.bias.ptr is not None
     has_slopes: tl.constexpr = slopes.ptr is not None
     bases = (
         row_base(k, seq.batch, seq.k_first, kv_head),
@@ -206,10 +216,10 @@ def _visit_keys(
 
 @triton.jit(do_not_specialize=["M", "H"])
 def _attention_bwd_delta_kernel(
-    out, dout, dlse, delta, M, H,
+    out, dout, lse, dlse, rows, M, H,
     VALUE_DIMS: tl.constexpr, IS_WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O) - dLSE of every stored row."""
+    """The numbers of every stored row, with delta = rowsum(dO * O) - dLSE."""
     n_tiles = tl.cdiv(M, BLOCK_M)
     pid = tl.program_id(0)
     m0 = (pid % n_tiles) * BLOCK_M
@@ -222,10 +232,11 @@ def _attention_bwd_delta_kernel(
     total = _row_product(o_tile[0], do_tile[0])
     if VALUE_DIMS[2] > 0:
         total += _row_product(o_tile[1], do_tile[1])
-    rows = tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
     if dlse.ptr is not None:
-        total -= tl.load(statistics_base(dlse, b, m0, h) + rows, mask=stored, other=0.0)
-    tl.store(statistics_base(delta, b, m0, h) + rows, total, mask=stored)
+        total -= tl.load(statistics_base(dlse, b, m0, h) + m, mask=stored, other=0.0)
+    row_lse = tl.load(statistics_base(lse, b, m0, h) + m, mask=stored, other=0.0)
+    store_rows(rows, b, m0, h, row_lse, total, total * 0.0 + 1.0, stored, BLOCK_M)
 
 
 @triton.jit
@@ -265,28 +276,27 @@ def attention_gradients(
     call = TritonCall(piece)
     dout = align_rows(dout)
     dlse = None if dlse is None else contiguous_statistics(dlse)
-    delta, shares = torch.empty_like(lse), None if terms.bias is None else torch.empty_like(lse)
+    rows = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
     is_summed = piece.q.dtype != torch.float32 and (call.N <= _FEW_KEYS or any(wanted))
-    if is_summed or shares is not None:
-        sum_rows(call, dout, lse, dlse, delta if is_summed else None, shares)
     if not is_summed:
-        _multiply_rows(call, align_rows(out), dout, dlse, delta)
-    statistics = (call.statistics(x) for x in (lse, delta, shares))
-    rows = Upstream(call.operand(dout), *statistics)
+        _multiply_rows(call, align_rows(out), dout, lse, dlse, rows)
+    if is_summed or terms.bias is not None:
+        sum_rows(call, dout, lse, dlse, rows, has_delta=is_summed)
+    above = Upstream(call.operand(dout), call.row_numbers(rows))
     inputs = (piece.q, piece.k, piece.v)
     dq, dk, dv = (new_rows(x.shape, x.dtype, x.device) for x in inputs)
     slopes = torch.empty_like(lse) if wanted[1] else None
-    _launch_gradients(call, rows, Gradients(dq, dk, dv, slopes))
+    _launch_gradients(call, above, Gradients(dq, dk, dv, slopes))
     extras = [lse.new_empty(0)] * 3
     if wanted[1] and terms.alibi_slopes is not None and slopes is not None:
         extras[1] = _slope_gradient(call, terms.alibi_slopes, slopes)
     if wanted[0] or wanted[2]:
-        sink_rows = _sink_rows(terms.sinks, lse, delta, shares)
+        sink_rows = _sink_rows(terms.sinks, lse, rows)
         if wanted[2] and terms.sinks is not None:
             extras[2] = -sink_rows.sum((0, 2)).to(terms.sinks.dtype)
         if wanted[0] and terms.bias is not None:
             sums = sink_rows if dlse is None else sink_rows + torch.where(lse.isneginf(), 0.0, dlse)
-            extras[0] = bias_gradient(call, terms.bias, rows, sums).to(terms.bias.dtype)
+            extras[0] = bias_gradient(call, terms.bias, above, sums).to(terms.bias.dtype)
     cut = (cut_rows(g, x.shape[-1]) for g, x in zip((dq, dk, dv), inputs, strict=True))
     return [*cut, *extras]
 
@@ -299,12 +309,15 @@ def attention_bwd(
     lse, delta: `[B, H, M]`, the whole softmax's.
     """
     call = TritonCall(piece)
-    dout, lse, delta = align_rows(dout), contiguous_statistics(lse), contiguous_statistics(delta)
-    statistics = (call.statistics(x) for x in (lse, delta, None))
+    dout, is_empty = align_rows(dout), lse.isneginf()
+    lse, delta = torch.where(is_empty, torch.inf, lse), torch.where(is_empty, 0.0, delta)
+    rows = torch.stack((lse, delta, torch.ones_like(lse), torch.zeros_like(lse)), -1)
     # A buffer whose rows are not aligned is added to in a copy.
     dq, dk, dv = (align_rows(x) for x in buffers)
     _launch_gradients(
-        call, Upstream(call.operand(dout), *statistics), Gradients(dq, dk, dv, None, True)
+        call,
+        Upstream(call.operand(dout), call.row_numbers(rows)),
+        Gradients(dq, dk, dv, is_added=True),
     )
     for buffer, target in zip(buffers, (dq, dk, dv), strict=True):
         if buffer is not target:
@@ -312,16 +325,22 @@ def attention_bwd(
 
 
 def _multiply_rows(
-    call: TritonCall, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor
+    call: TritonCall,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    rows: Tensor,
 ) -> None:
-    """Write delta `[B, H, M]` from what the forward left."""
+    """Write the rows' numbers from what the forward left."""
     config = delta_config(call.key)
     launch(
         _attention_bwd_delta_kernel,
         (-(-call.M // config.block_m) * call.H * call.B,),
         config,
         (
-            *(call.operand(x) for x in (out, dout)), *(call.statistics(x) for x in (dlse, delta)),
+            *(call.operand(x) for x in (out, dout)), *(call.statistics(x) for x in (lse, dlse)),
+            call.row_numbers(rows),
             call.M, call.H, call.dims[1], call.is_wide(out, dout), config.block_m,
         ),
         call.device,
@@ -330,7 +349,8 @@ def _multiply_rows(
 
 def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients) -> None:
     config = backward_config(call.key)
-    _launch_keys(call, upstream, gradients, config.keys)
+    for keys in config.keys:
+        _launch_keys(call, upstream, gradients, keys)
     plan = call.plan_rows(config.rows)
     build = call.build(plan, config.rows, gradients.dq, upstream.dout.ptr)
     launch(
@@ -345,15 +365,19 @@ def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients
     )  # fmt: skip
 
 
-def _launch_keys(call: TritonCall, upstream: Upstream, gradients: Gradients, config: Any) -> None:
-    """dK and dV; by shares of the query heads, then their sum, where programs would be few."""
+def _launch_keys(
+    call: TritonCall, upstream: Upstream, gradients: Gradients, keys: KeysConfig
+) -> None:
+    """dK, dV or both; by shares of the query heads, then their sum, where programs would be few."""
+    config = keys.config
     plan = call.plan_keys(config)
     n_shares = call.count_shares(plan.n_programs)
-    targets = [gradients.dk, gradients.dv]
+    wanted = [x for x, want in ((gradients.dk, keys.has_k), (gradients.dv, keys.has_v)) if want]
+    targets = wanted
     if n_shares > 1:
         targets = [
             torch.empty(n_shares * x.shape[0], *x.shape[1:], dtype=torch.float32, device=x.device)
-            for x in targets
+            for x in wanted
         ]
     build = call.build(plan, config, *targets, upstream.dout.ptr)
     launch(
@@ -361,15 +385,15 @@ def _launch_keys(call: TritonCall, upstream: Upstream, gradients: Gradients, con
         (plan.n_programs, n_shares),
         config,
         (
-            *call.qkv, upstream, *(call.operand(x) for x in targets), plan.call,
-            -(-(call.H // call.G) // n_shares),
+            *call.qkv, upstream, call.operand(targets[0]), call.operand(targets[-1]), plan.call,
+            -(-(call.H // call.G) // n_shares), keys.has_k, keys.has_v,
             build._replace(is_added=gradients.is_added and n_shares == 1),
         ),
         call.device,
     )  # fmt: skip
     if n_shares == 1:
         return
-    for target, parts in zip((gradients.dk, gradients.dv), targets, strict=True):
+    for target, parts in zip(wanted, targets, strict=True):
         total = parts.unflatten(0, (n_shares, -1)).sum(0)
         if gradients.is_added:
             target.add_(total)
@@ -390,12 +414,10 @@ def _slope_gradient(call: TritonCall, slopes: Tensor, rows: Tensor) -> Tensor:
     return total.to(slopes.dtype)
 
 
-def _sink_rows(sinks: Tensor | None, lse: Tensor, delta: Tensor, shares: Tensor | None) -> Tensor:
+def _sink_rows(sinks: Tensor | None, lse: Tensor, rows: Tensor) -> Tensor:
     """exp(sink - lse) delta of each row, `[B, H, M]`: what the sink takes of a row's gradient."""
     if sinks is None:
         return torch.zeros_like(lse)
-    p_sink = torch.exp(sinks.float()[:, None] - lse)
-    if shares is not None:
-        p_sink = p_sink * shares
+    p_sink = torch.exp(sinks.float()[:, None] - lse) * rows[..., 2]
     # A row that nobody owns has no sink.
-    return torch.where(lse.isneginf(), 0.0, p_sink * delta)
+    return torch.where(lse.isneginf(), 0.0, p_sink * rows[..., 1])

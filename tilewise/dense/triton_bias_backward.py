@@ -15,14 +15,11 @@ from torch import Tensor
 
 from ..kernels.launch import launch
 from ..kernels.placement import sequence_at
-from ..kernels.recompute import Upstream, load_statistics, recompute
+from ..kernels.recompute import Upstream, load_rows, recompute
 from ..kernels.structs import code, decode
 from ..kernels.tiles import load_tile, row_base
 from .config import bias_config
 from .triton_call import TritonCall
-
-# From here on an fp32 lse keeps the log of a row's sum to less than 1e-3.
-_LARGE_LSE = tl.constexpr(8192.0)
 
 
 @triton.jit(do_not_specialize=["n_row_tiles", "n_key_tiles"])
@@ -108,7 +105,7 @@ def _bias_tile(q, k, v, upstream, call, seq, h, x, y, BUILD: tl.constexpr):
             load_tile(k_base, k.stride_m, mask_n, True, BLOCK_N, DIMS, wide),
             load_tile(v_base, v.stride_m, mask_n, True, BLOCK_N, VALUE_DIMS, wide),
             load_tile(do_base, dout.stride_m, mask_m, True, BLOCK_M, VALUE_DIMS, wide),
-            load_statistics(upstream, seq, m0, h, mask_m, BLOCK_M),
+            load_rows(upstream.rows, seq, m0, h, mask_m, True, BLOCK_M),
             call, seq, h, m0, n0, True, False, True, BUILD,
         )  # fmt: skip
     return ds

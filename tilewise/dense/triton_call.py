@@ -123,6 +123,11 @@ class TritonCall:
             return absent(Statistics)
         return Statistics(x, code(x.stride(0)), code(x.stride(1)))
 
+    @staticmethod
+    def row_numbers(x: Tensor) -> Statistics:
+        """`[B, H, M, 4]`, contiguous; strides in rows."""
+        return Statistics(x, code(x.shape[1] * x.shape[2]), code(x.shape[2]))
+
     @cached_property
     def qkv(self) -> tuple[Operand, ...]:
         return tuple(self.operand(x) for x in self.tensors)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..kernels.launch import launch
 from ..kernels.masks import key_span, partial_tile, whole_tile
 from ..kernels.placement import FIRST_Q_TILE, locate
-from ..kernels.recompute import recompute
+from ..kernels.recompute import load_rows, recompute, store_rows
 from ..kernels.softmax import LOG2_E
 from ..kernels.structs import decode
 from ..kernels.tiles import load_tile, row_base, statistics_base
@@ -34,10 +34,12 @@ _LARGE_LSE = tl.constexpr(8192.0)
 
 @triton.jit
 def _attention_bwd_row_sums_kernel(
-    q, k, v, dout, lse, dlse, delta, shares, call,
-    HAS_DELTA: tl.constexpr, HAS_SHARES: tl.constexpr, BUILD: tl.constexpr,
-):  # fmt: skip
-    """delta of each row, and 1 / sum(exp(S - lse)), which is 1 unless lse is large."""
+    q, k, v, dout, lse, dlse, numbers, call, HAS_DELTA: tl.constexpr, BUILD: tl.constexpr
+):
+    """delta of each row, and 1 / sum(exp(S - lse)), which is 1 unless lse is large.
+
+    Without HAS_DELTA the delta that is there stays.
+    """
     BLOCK_M: tl.constexpr = BUILD.block_m
     BLOCK_N: tl.constexpr = BUILD.block_n
     DIMS: tl.constexpr = BUILD.dims
@@ -91,14 +93,15 @@ def _attention_bwd_row_sums_kernel(
         total_p += tl.exp2((sink - row_lse) * LOG2_E)
     is_lost = is_large & (total_p > 0.0)
     share = tl.where(is_lost, 1.0 / tl.where(is_lost, total_p, 1.0), 1.0)
-    if HAS_SHARES:
-        tl.store(statistics_base(shares, seq.batch, row, h) + rows, share, mask=stored)
+    delta = total_dp * share
     if HAS_DELTA:
-        total_dp *= share
         if dlse.ptr is not None:
             dlse_base = statistics_base(dlse, seq.batch, row, h)
-            total_dp -= tl.load(dlse_base + rows, mask=stored, other=0.0)
-        tl.store(statistics_base(delta, seq.batch, row, h) + rows, total_dp, mask=stored)
+            delta -= tl.load(dlse_base + rows, mask=stored, other=0.0)
+    else:
+        _, delta, _ = load_rows(numbers, seq, m0, h, stored, True, BLOCK_M)
+    row_lse = tl.load(lse_base + rows, mask=stored, other=0.0)
+    store_rows(numbers, seq.batch, row, h, row_lse, delta, share, stored, BLOCK_M)
 
 
 def sum_rows(
@@ -106,10 +109,11 @@ def sum_rows(
     dout: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
-    delta: Tensor | None,
-    shares: Tensor | None,
+    rows: Tensor,
+    *,
+    has_delta: bool,
 ) -> None:
-    """Write delta and shares `[B, H, M]`, each where it is given."""
+    """Write the rows' numbers `[B, H, M, 4]`; without `has_delta` the delta in them stays."""
     config = row_sums_config(call.key)
     plan = call.plan_rows(config)
     launch(
@@ -118,8 +122,8 @@ def sum_rows(
         config,
         (
             *call.qkv, call.operand(dout),
-            *(call.statistics(x) for x in (lse, dlse, delta, shares)),
-            plan.call, delta is not None, shares is not None, call.build(plan, config, dout),
+            *(call.statistics(x) for x in (lse, dlse)), call.row_numbers(rows), plan.call,
+            has_delta, call.build(plan, config, dout),
         ),
         call.device,
     )  # fmt: skip

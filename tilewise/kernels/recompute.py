@@ -10,35 +10,58 @@ import triton.language as tl
 from .masks import visible
 from .scores import add_terms, keep_tile
 from .softmax import probabilities
-from .tiles import dot_rows, statistics_base
+from .structs import decode
+from .tiles import dot_rows
 
 
 class Upstream(NamedTuple):
-    """What comes from above: dO as an operand; lse and delta as statistics; and, where a bias may
-    have made lse too large to hold the log of a row's sum, 1 / sum(exp(S - lse)), else None."""
+    """What comes from above: dO as an operand, and the numbers of each row.
+
+    rows: fp32 `[B, H, M, 4]`: lse (+inf where a row has none, so that P is 0), delta (0 there), the
+    share that P of a row is multiplied by (1, unless lse lost the sum), and nothing. They lie
+    together so that one load is as wide as a program's threads: Triton then copies it to shared
+    memory beside the tiles. A narrower one it repeats in every thread that needs a number.
+    """
 
     dout: Any
-    lse: Any
-    delta: Any
-    shares: Any
+    rows: Any
+
+
+_COLUMNS = tl.constexpr(4)
 
 
 @triton.jit
-def load_statistics(upstream, seq, m0, h, mask_m, BLOCK_M: tl.constexpr):
-    """lse (+inf where a row has none, so that P is 0), delta and 1 / sum of a tile's rows."""
-    rows = tl.arange(0, BLOCK_M)
-    row = seq.q_first + m0
-    lse_base = statistics_base(upstream.lse, seq.batch, row, h)
-    lse = tl.load(lse_base + rows, mask=mask_m, other=float("-inf"))
+def _row_pointers(rows, batch, row, h, BLOCK_M: tl.constexpr):
+    base = batch.to(tl.int64) * decode(rows.stride_b) + tl.cast(h, tl.int64) * decode(rows.stride_h)
+    columns = tl.arange(0, _COLUMNS)[None, :]
+    return rows.ptr + (base + row) * _COLUMNS + tl.arange(0, BLOCK_M)[:, None] * _COLUMNS + columns
+
+
+@triton.jit
+def load_rows(rows, seq, m0, h, mask_m, IS_PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr):
+    """lse, delta and share of a tile's rows."""
+    ptrs = _row_pointers(rows, seq.batch, seq.q_first + m0, h, BLOCK_M)
+    if IS_PARTIAL:
+        numbers = tl.load(ptrs, mask=mask_m[:, None], other=0.0)
+    else:
+        numbers = tl.load(ptrs)
+    column = tl.arange(0, _COLUMNS)[None, :]
+    lse = tl.sum(tl.where(column == 0, numbers, 0.0), 1)
+    delta = tl.sum(tl.where(column == 1, numbers, 0.0), 1)
+    share = tl.sum(tl.where(column == 2, numbers, 0.0), 1)
+    return lse, delta, share
+
+
+@triton.jit
+def store_rows(rows, batch, row, h, lse, delta, share, mask_m, BLOCK_M: tl.constexpr):
+    """Write them; lse as the forward left it."""
     is_empty = lse == float("-inf")
-    delta_base = statistics_base(upstream.delta, seq.batch, row, h)
-    # No load's mask may hang on another load, or the loads around it are not pipelined.
-    delta = tl.where(is_empty, 0.0, tl.load(delta_base + rows, mask=mask_m, other=0.0))
-    share = delta
-    if upstream.shares.ptr is not None:
-        share_base = statistics_base(upstream.shares, seq.batch, row, h)
-        share = tl.load(share_base + rows, mask=mask_m, other=0.0)
-    return tl.where(is_empty, float("inf"), lse), delta, share
+    lse = tl.where(is_empty, float("inf"), lse)[:, None]
+    delta = tl.where(is_empty, 0.0, delta)[:, None]
+    column = tl.arange(0, _COLUMNS)[None, :]
+    last = tl.where(column == 2, share[:, None], 0.0)
+    numbers = tl.where(column == 0, lse, tl.where(column == 1, delta, last))
+    tl.store(_row_pointers(rows, batch, row, h, BLOCK_M), numbers, mask=mask_m[:, None])
 
 
 @triton.jit
