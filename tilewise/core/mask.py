@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -167,6 +167,11 @@ class Mask:
         """Every tensor that the mask reads."""
         return self.lower()[2]
 
+    @property
+    def key(self) -> tuple[Any, ...] | None:
+        """What the mask is, hashable; None where tensors or functions are part of it."""
+        return None
+
     def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
         """Raise ValueError if a tensor does not fit the call or holds what it must not.
 
@@ -246,6 +251,11 @@ class _Binary(Mask):
     def has_predicate(self) -> bool:
         return self.left.has_predicate or self.right.has_predicate
 
+    @property
+    def key(self) -> tuple[Any, ...] | None:
+        left, right = self.left.key, self.right.key
+        return None if left is None or right is None else (type(self), left, right)
+
     def lowered(self, B: int, H: int, M: int, N: int, device: torch.device | str = "cpu") -> Mask:
         left = self.left.lowered(B, H, M, N, device)
         return type(self)(left, self.right.lowered(B, H, M, N, device))
@@ -301,6 +311,11 @@ class Not(Mask):
     def has_predicate(self) -> bool:
         return self.inner.has_predicate
 
+    @property
+    def key(self) -> tuple[Any, ...] | None:
+        inner = self.inner.key
+        return None if inner is None else (Not, inner)
+
     def __invert__(self) -> Mask:
         return self.inner
 
@@ -337,6 +352,10 @@ class Leaf(Mask):
 
     def parts(self) -> tuple[list[int], list[Tensor]]:
         return [], []
+
+    @property
+    def key(self) -> tuple[Any, ...] | None:
+        return None if self.TENSORS else (self.CODE, *self.parts()[0])
 
     @classmethod
     def from_parts(cls, ints: list[int], tensors: list[Tensor]) -> Leaf:

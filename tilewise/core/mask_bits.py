@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -104,6 +104,10 @@ class Function(Leaf):
     @property
     def has_predicate(self) -> bool:
         return True
+
+    @property
+    def key(self) -> tuple[Any, ...] | None:
+        return None
 
     def visible(self, at: Index) -> Tensor:
         return _call_predicate(self.fn, at.b, at.h, at.i, at.j)

@@ -18,7 +18,7 @@ from ..core.mask_leaves import full
 from ..core.partials import Partial
 from ..core.philox import draw_rng
 from ..core.shapes import accumulator_of, check_same_device, check_shapes
-from . import torch_flash
+from . import torch_flash, warm
 from .checks import PLACEMENT, check_are_tensors, check_call
 from .choice import BACKENDS, choose, explain
 from .ops import Arguments, Attention, check_contents
@@ -381,6 +381,12 @@ def _attend(
     *,
     is_partial: bool = False,
 ) -> Partial:
+    key = None
+    if not placement and not torch.compiler.is_compiling() and backend in ("auto", "triton"):
+        key = warm.key_of(q, k, v, mask, terms, out_dtype)
+        found = warm.find(key)
+        if found is not None:
+            return _run_warm(q, k, v, found, out_dtype or q.dtype, is_partial)
     check_are_tensors(op, {"q": q, "k": k, "v": v})
     q, k, v = _autocast(q, k, v)
     arguments = check_call(op, q, k, v, mask, terms, placement)
@@ -402,6 +408,7 @@ def _attend(
         name = "tiled(own)"
     # Decided here, once, so that the backward does as the forward did.
     arguments = arguments._replace(backend=name)
+    warm.keep(key, q, k, v, arguments, out_dtype)
     learned: tuple[Tensor | None, ...] = (q, k, v, *arguments[:3])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         if torch.compiler.is_compiling():
@@ -409,6 +416,17 @@ def _attend(
         run: Any = Attention.apply
         return Partial(*run(*learned, arguments[3:], out_dtype, is_partial))
     return Partial(*torch.ops.tilewise.attention_fwd(q, k, v, *arguments, out_dtype))
+
+
+def _run_warm(
+    q: Tensor, k: Tensor, v: Tensor, found: warm.Warm, out_dtype: torch.dtype, is_partial: bool
+) -> Partial:
+    """Run a call that is like one before it."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        run: Any = Attention.apply
+        rest = found.arguments[3:]
+        return Partial(*run(q, k, v, None, None, None, rest, out_dtype, is_partial, found.forward))
+    return Partial(*found.forward.run(q, k, v))
 
 
 def _distinct(

@@ -128,9 +128,9 @@ def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor,
     piece = arguments.piece(q, k, v).as_batch()
     match arguments.chosen(q, k, v):
         case "triton":
-            from . import triton_forward
+            from .triton_forward import Forward
 
-            out, lse = triton_forward.attention_fwd(piece, out_dtype)
+            out, lse = Forward(piece, out_dtype).run(piece.q, piece.k, piece.v)
         case name:
             from . import tiled_forward
 
@@ -306,13 +306,17 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None,
         sinks: Tensor | None, rest: tuple[Any, ...], out_dtype: torch.dtype, lse_has_grad: bool,
+        warm: Any = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wanted = [ctx.needs_input_grad[i] for i in (3, 4, 5)]
         # delta = rowsum(dO * O) is all there is in the gradient of a sink and cancels in that of a
         # bias; with O rounded to 16 bits it would be over the error budget.
         wide = q.dtype == torch.float64 or any(wanted)
         stored = accumulator_of(q.dtype) if wide else out_dtype
-        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, stored)
+        if warm is not None:
+            out, lse = warm.run(q, k, v)
+        else:
+            out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, stored)
         arguments = Arguments(bias, slopes, sinks, *rest)
         ctx.save_for_backward(
             q, k, v, out, lse, bias, slopes, sinks, *arguments[3:8],
@@ -348,7 +352,7 @@ class Attention(torch.autograd.Function):
             gradients = _FirstDerivative.apply(len(inputs), *inputs, *gradients)
         wanted = (True, True, True, *ctx.wanted)
         kept = (g if want else None for g, want in zip(gradients, wanted, strict=True))
-        return *kept, None, None, None
+        return *kept, None, None, None, None
 
 
 class _FirstDerivative(torch.autograd.Function):

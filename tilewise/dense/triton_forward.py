@@ -10,17 +10,19 @@ Units: scores as in `kernels/softmax.py`; lse natural, fp32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.launch import launch
+from ..kernels.launch import launch, relaunch
 from ..kernels.masks import BAND, key_span, partial_tile, visible, whole_tile
 from ..kernels.placement import FIRST_Q_TILE, locate
 from ..kernels.scores import add_terms, keep_tile
 from ..kernels.softmax import join_sink, softmax_end, softmax_step
-from ..kernels.structs import decode
+from ..kernels.structs import Operand, decode
 from ..kernels.tiles import (
     clean_rows,
     dot_add,
@@ -34,7 +36,7 @@ from ..kernels.tiles import (
 )
 from .config import forward_config
 from .piece import Piece
-from .triton_call import TritonCall, cut_rows, new_rows
+from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
 
 
 @triton.jit
@@ -119,20 +121,42 @@ def _visit(
     return row_max, row_sum, dot_add(p, v_tile, acc, VALUE_DIMS, BUILD)
 
 
-def attention_fwd(piece: Piece, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out `[B, M, H, E]` and lse `[B, H, M]` of a piece made a batch. Nothing is checked here."""
-    (B, M, H, _), E = piece.q.shape, piece.v.shape[-1]
-    out = new_rows((B, M, H, E), out_dtype, piece.q.device)
-    lse = torch.empty(B, H, M, dtype=torch.float32, device=piece.q.device)
-    call = TritonCall(piece)
-    config = forward_config(call.key)
-    plan = call.plan_rows(config)
-    operands = (*call.qkv, call.operand(out), call.statistics(lse))
-    launch(
-        _attention_fwd_kernel,
-        (plan.n_programs,),
-        config,
-        (*operands, plan.call, call.build(plan, config, out)),
-        call.device,
-    )
-    return cut_rows(out, E), lse
+class Forward:
+    """A forward made ready: everything but the tensors. A piece without other tensors than q, k and
+    v leaves none behind, so its forward runs again for others of the same layout.
+
+    out is `[B, M, H, E]`, lse `[B, H, M]`. Nothing is checked here.
+    """
+
+    def __init__(self, piece: Piece, out_dtype: torch.dtype) -> None:
+        (B, M, H, _), self.E = piece.q.shape, piece.v.shape[-1]
+        call = TritonCall(piece)
+        self.device, self.out_dtype = call.device, out_dtype
+        self.out_shape, self.lse_shape = (B, M, H, padded_dim(self.E)), (B, H, M)
+        self.config = forward_config(call.key)
+        plan = call.plan_rows(self.config)
+        self.grid = (plan.n_programs, 1, 1)
+        self.rest = (plan.call, call.build(plan, self.config))
+        # Where no input had to be copied, neither has one of the same layout and alignment.
+        inputs = (piece.q, piece.k, piece.v)
+        is_direct = all(x is y for x, y in zip(call.tensors, inputs, strict=True))
+        self._strides = [operand[1:] for operand in call.qkv] if is_direct else None
+        self._compiled: Any = None
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Of tensors laid out and aligned as the piece's were."""
+        if self._strides is None:
+            operands = [TritonCall.operand(align_rows(x)) for x in (q, k, v)]
+        else:
+            operands = [Operand(x, *s) for x, s in zip((q, k, v), self._strides, strict=True)]
+        out = torch.empty(self.out_shape, dtype=self.out_dtype, device=self.device)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+        results = (TritonCall.operand(out), TritonCall.statistics(lse))
+        arguments = (*operands, *results, *self.rest)
+        if self._compiled is not None:
+            relaunch(self._compiled, self.grid, arguments, self.device)
+        else:
+            self._compiled = launch(
+                _attention_fwd_kernel, self.grid, self.config, arguments, self.device
+            )
+        return cut_rows(out, self.E), lse

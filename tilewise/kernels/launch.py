@@ -43,16 +43,32 @@ def launch(
     config: Config,
     arguments: Sequence[Any],
     device: torch.device,
-) -> None:
-    """Run a grid of a kernel's programs on a device's current stream."""
+) -> Any:
+    """Run a grid of a kernel's programs on a device's current stream.
+
+    Returns: the compiled kernel for `relaunch`; None where there is none.
+    """
     if 0 in grid:
-        return
+        return None
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _run(kernel, grid, config, arguments)
+            return _run(kernel, grid, config, arguments)
+    return _run(kernel, grid, config, arguments)
+
+
+def relaunch(
+    compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any], device: torch.device
+) -> None:
+    """Run a compiled kernel again, on other tensors of the same alignment and the same numbers.
+
+    Looking it up by its arguments costs as much host time as the launch itself.
+    """
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            compiled[grid](*arguments)
     else:
-        _run(kernel, grid, config, arguments)
+        compiled[grid](*arguments)
 
 
-def _run(kernel: Any, grid: tuple[int, ...], config: Config, arguments: Sequence[Any]) -> None:
-    kernel[grid](*arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+def _run(kernel: Any, grid: tuple[int, ...], config: Config, arguments: Sequence[Any]) -> Any:
+    return kernel[grid](*arguments, num_warps=config.num_warps, num_stages=config.num_stages)

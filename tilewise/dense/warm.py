@@ -1,0 +1,76 @@
+"""Warm calls: what was found for a call is kept and serves the next one that is like it.
+
+Checks, the choice of a backend and a kernel's arguments take longer than a small call's kernel. A
+call with no other tensors than q, k and v is known by its shapes, strides and numbers, so all of
+that is found once. Whatever is unusual about a call makes it a cold one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.mask import Mask
+from .ops import Arguments
+from .piece import Piece
+
+# Calls of more layouts than this forget the others: each holds a few hundred bytes.
+_MOST_KEPT = 1024
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_EXTRAS = ("alibi_slopes", "bias", "sinks")
+_kept: dict[tuple[Any, ...], Warm] = {}
+
+
+class Warm(NamedTuple):
+    """What a call left: the ops' arguments, and the forward made ready."""
+
+    arguments: Arguments
+    forward: Any
+
+
+def key_of(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: dict[str, Any], *rest: Any
+) -> tuple[Any, ...] | None:
+    """What the call is known by; None for one that is never warm.
+
+    rest: whatever else tells calls apart.
+    """
+    if not all(type(x) in _PLAIN_TYPES and x.is_cuda for x in (q, k, v)):
+        return None
+    if terms["dropout_p"] or any(terms[name] is not None for name in _EXTRAS):
+        return None
+    mask_key = mask.key if isinstance(mask, Mask) else None
+    if mask_key is None or _is_observed() or torch.is_autocast_enabled("cuda"):
+        return None
+    layout = [part for x in (q, k, v) for part in (x.shape, x.stride(), x.dtype, x.device)]
+    is_aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+    return (*layout, is_aligned, mask_key, terms["scale"], terms["softcap"], *rest)
+
+
+def _is_observed() -> bool:
+    """Whether something wants to see the registered op itself: a mode, a transform, a tangent."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def find(key: tuple[Any, ...] | None) -> Warm | None:
+    return None if key is None else _kept.get(key)
+
+
+def keep(
+    key: tuple[Any, ...] | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, dtype: Any
+) -> None:
+    """Make the next call like this one a warm one."""
+    if key is None or arguments.backend != "triton":
+        return
+    from .triton_forward import Forward
+
+    if len(_kept) >= _MOST_KEPT:
+        _kept.clear()
+    piece = Piece(q, k, v, arguments.mask, arguments.positions(q, k), arguments.terms)
+    _kept[key] = Warm(arguments, Forward(piece, dtype))
