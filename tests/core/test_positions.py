@@ -158,6 +158,34 @@ def test_extent_without_a_batch_row() -> None:
     assert Positions(B=0, H=1, M=3, N=4, q_start=none, k_start=none).extent == (3, 4)
 
 
+def test_what_is_not_packed_is_unpacked_already() -> None:
+    at = Positions(B=2, H=1, M=3, N=4, seqused_k=ints([1, 2]), q_start=3)
+    assert at.unpacked() is at
+
+
+def test_unpacked_documents_are_batch_rows_as_long_as_the_longest() -> None:
+    """Documents of 2, 0, 3 queries and 1, 4, 2 keys, and rows that belong to none."""
+    packing = {"cu_seqlens_q": ints([0, 2, 2, 5]), "cu_seqlens_k": ints([0, 1, 5, 7])}
+    start = ints([1, 2, 3])
+    at = Positions(B=3, H=2, M=8, N=9, **packing, k_start=start)
+    local = at.unpacked()
+    assert not local.is_packed
+    assert (local.B, local.H, local.M, local.N) == (3, 2, 3, 4)
+    assert local.seqused_q is not None and local.seqused_q.tolist() == [2, 0, 3]
+    assert local.seqused_k is not None and local.seqused_k.tolist() == [1, 4, 2]
+    assert (local.q_start, local.k_start) == (None, start)
+    used = replace(at, seqused_q=ints([1, 0, 3]), seqused_k=ints([0, 2, 2])).unpacked()
+    assert (used.M, used.N) == (3, 4)
+    assert used.seqused_q is not None and used.seqused_q.tolist() == [1, 0, 3]
+    assert used.seqused_k is not None and used.seqused_k.tolist() == [0, 2, 2]
+
+
+def test_no_documents_are_no_rows() -> None:
+    none = ints([0])
+    local = Positions(B=0, H=1, M=3, N=2, cu_seqlens_q=none, cu_seqlens_k=none).unpacked()
+    assert (local.B, local.M, local.N) == (0, 0, 0)
+
+
 def test_lengths_are_every_tensor_that_places_rows() -> None:
     cu_seqlens, used, start = ints([0, 2]), ints([1]), ints([4])
     at = Positions(1, 1, 2, 2, cu_seqlens, cu_seqlens, used, None, 3, start)
