@@ -1,7 +1,7 @@
-"""The simplest normal form of a mask: one window and one range of keys per batch row.
+"""The simplest normal form of a mask: one window, one range of keys, and documents.
 
-Full, causal, window, padding and prefix masks and their intersections are bands. A kernel that
-knows a sequence's bounds needs nothing else for them: no table, no list of tiles.
+Full, causal, window, padding, prefix and document masks and their intersections are bands. A kernel
+that knows a sequence's bounds needs nothing else for them: no list of tiles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .mask import UNBOUNDED, And, Mask
-from .mask_leaves import BatchShiftedWindow, Full, KeyBounds, ShiftedWindow, Window
+from .mask_leaves import BatchShiftedWindow, Documents, Full, KeyBounds, ShiftedWindow, Window
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Band:
     """Query at position p sees keys j with `p - left <= j <= p + right` and `lows <= j < highs`.
 
     offset: of the window, an int or `[B]`; None for the op's own. lows, highs: `[B]` or one entry;
-    None where there are no bounds.
+    None where there are no bounds. documents: `[docs + 1]` or `[B, docs + 1]`, as `documents()`
+    takes them, or None.
     """
 
     left: int = UNBOUNDED
@@ -28,10 +29,12 @@ class Band:
     offset: int | Tensor | None = None
     lows: Tensor | None = None
     highs: Tensor | None = None
+    documents: Tensor | None = None
 
     @property
     def has_tensors(self) -> bool:
-        return isinstance(self.offset, Tensor) or self.lows is not None
+        bounds = (self.lows, self.documents)
+        return isinstance(self.offset, Tensor) or any(x is not None for x in bounds)
 
     @classmethod
     def of(cls, mask: Mask, op_offset: int | None = None) -> Band | None:
@@ -47,6 +50,8 @@ class Band:
             return None if left is None or right is None else left._intersect(right)
         if isinstance(mask, KeyBounds):
             return cls(lows=mask.starts, highs=mask.stops)
+        if isinstance(mask, Documents):
+            return cls(documents=mask.cu_seqlens)
         if isinstance(mask, Window):
             offset: int | Tensor | None = op_offset
             if isinstance(mask, ShiftedWindow):
@@ -69,8 +74,11 @@ class Band:
             lows, highs = other.lows, other.highs
         elif other.lows is not None and other.highs is not None:
             lows, highs = torch.maximum(lows, other.lows), torch.minimum(highs, other.highs)
+        if self.documents is not None and other.documents is not None:
+            return None
+        documents = other.documents if self.documents is None else self.documents
         left, right = min(self.left, other.left), min(self.right, other.right)
-        return Band(left, right, offset, lows, highs)
+        return Band(left, right, offset, lows, highs, documents)
 
 
 def _is_same(a: int | Tensor | None, b: int | Tensor | None) -> bool:

@@ -57,6 +57,10 @@ def _random_intervals() -> Mask:
     return intervals(starts, starts + torch.randint(0, 40, (67, 2), generator=generator))
 
 
+def _packed_rows() -> Mask:
+    return window(30, 4) & documents(torch.tensor([[0, 90, 120, 149], [0, 7, 101, 140]]))
+
+
 def _checkered() -> Mask:
     return from_function(lambda b, h, m, n: (m + 2 * n + h + b) % 3 != 0)
 
@@ -78,6 +82,9 @@ DENSE = (
     Recipe("key_padding, lengths 0 and 80", mask=lambda: key_padding([0, 80])),
     Recipe("causal & left_padding", _SQUARE, lambda: causal() & left_padding([0, 30])),
     Recipe("prefix-LM", _SQUARE, lambda: causal() | prefix([10, 40])),
+    Recipe("causal & documents", _SQUARE, lambda: causal() & documents([0, 60, 60, 149])),
+    Recipe("documents per row, window, dropout, ALiBi", mask=_packed_rows,
+           options={"dropout_p": 0.2}, tensors={"alibi_slopes": (2, 6)}),
     Recipe(
         "sink tokens + window + documents",
         _SQUARE,

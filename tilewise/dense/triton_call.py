@@ -15,13 +15,12 @@ from ..core.band import Band
 from ..core.mask_bits import BIT_TILE, Bits, materialise
 from ..core.philox import drop_threshold
 from ..core.tiles import row_intervals
-from ..kernels import lists, masks, placement
+from ..kernels import lists, masks
 from ..kernels.launch import Config, architecture_of, launch
 from ..kernels.structs import (
     Bias,
     Build,
     Call,
-    Lengths,
     MaskData,
     Operand,
     Placement,
@@ -33,13 +32,17 @@ from ..kernels.structs import (
 )
 from .config import Key
 from .piece import Piece
-
-FAR = placement.FAR.value
-_UNIFORM, _PADDED, _PACKED = (
-    x.value for x in (placement.UNIFORM, placement.PADDED, placement.PACKED)
+from .triton_placement import (
+    DOCUMENTS,
+    FAR,
+    PACKED,
+    PADDED,
+    UNIFORM,
+    uniform_fields,
+    write_table,
 )
+
 _BAND, _INTERVALS, _BITS = (x.value for x in (masks.BAND, masks.INTERVALS, masks.BITS))
-_FIELDS = placement.FIELDS.value
 _NO_MASK = absent(MaskData)
 # Two programs for each of a large GPU's processors.
 ENOUGH_PROGRAMS = 264
@@ -81,12 +84,19 @@ class TritonCall:
             op_offset = 0 if positions.is_piece else self.N - self.M
         self.op_offset = op_offset
         self.band = Band.of(piece.mask, op_offset)
+        if self.band is not None and self.band.documents is not None:
+            # Documents are places of their own where everything else is plain ints.
+            is_plain = op_offset is not None and terms.bias is None and self.band.lows is None
+            if not is_plain or isinstance(self.band.offset, Tensor):
+                self.band = None
         if positions.is_packed:
-            self.place_kind = _PACKED
+            self.place_kind = PACKED
+        elif self.band is not None and self.band.documents is not None:
+            self.place_kind = DOCUMENTS
         elif positions.lengths or (self.band is not None and self.band.has_tensors):
-            self.place_kind = _PADDED
+            self.place_kind = PADDED
         else:
-            self.place_kind = _UNIFORM
+            self.place_kind = UNIFORM
         if self.band is not None:
             self.mask_kind = _BAND
         else:
@@ -178,6 +188,8 @@ class TritonCall:
         """
         terms, k_start, bias_rows = self.piece.terms, self.piece.positions.k_start, 0
         is_grouped = k_start is None or (isinstance(k_start, int) and k_start % 4 == 0)
+        # Elsewhere a tile starts where a sequence does, at key 0 of it.
+        is_grouped = is_grouped and self.place_kind != DOCUMENTS
         bias = terms.bias
         if bias is not None and bias.shape[3] > 1 and bias.stride(3) == 1:
             bias_rows = 8 if bias.shape[2] == 1 or bias.stride(2) % 8 == 0 else 1
@@ -200,75 +212,27 @@ class TritonCall:
 
     @property
     def n_sequences(self) -> int:
-        """Documents of a packed call and what none of them owns, or batch rows."""
+        """Documents and what none of them owns, or batch rows."""
         positions = self.piece.positions
+        if self.place_kind == DOCUMENTS:
+            return self.B * (self.n_documents + 2)
         return positions.B + 1 if positions.is_packed else self.B
 
-    @cached_property
-    def _uniform_fields(self) -> tuple[int, ...]:
-        positions, band = self.piece.positions, self.band or Band()
-        i_base, j_base = (
-            x if isinstance(x, int) else 0 for x in (positions.q_start, positions.k_start)
-        )
-        shift = i_base - j_base if positions.is_piece else self.N - self.M
-        position = shift
-        if isinstance(band.offset, int) and band.offset != self.op_offset:
-            position = i_base - j_base + band.offset
-        left, right = (
-            max(-FAR, min(FAR, x)) for x in (position - band.left, position + band.right)
-        )
-        fields = (self.M, self.N, 0, self.N, left, right, shift, i_base, j_base)
-        return tuple(code(x) for x in fields)
-
-    def _write_table(self, block_m: int, block_n: int) -> Tensor | None:
-        if self.place_kind == _UNIFORM:
-            return None
-        positions, band = self.piece.positions, self.band or Band()
-        n_sequences = self.n_sequences
-        table = torch.empty(n_sequences, _FIELDS, dtype=torch.int32, device=self.device)
-        starts = [x if isinstance(x, int) else 0 for x in (positions.q_start, positions.k_start)]
-        start_tensors = [
-            x if isinstance(x, Tensor) else None for x in (positions.q_start, positions.k_start)
-        ]
-        offsets = band.offset if isinstance(band.offset, Tensor) else None
-        has_offset = isinstance(band.offset, int)
-        ones = (offsets, band.lows, band.highs)
-        one = sum(1 << i for i, x in enumerate(ones) if x is not None and x.numel() == 1)
-        lengths = Lengths(
-            positions.cu_seqlens_q,
-            positions.cu_seqlens_k,
-            positions.seqused_q,
-            positions.seqused_k,
-            start_tensors[0],
-            start_tensors[1],
-            offsets,
-            band.lows,
-            band.highs,
-        )
-        block = 128
-        launch(
-            placement.place_sequences,
-            (1,),
-            Config(0, 0, 4, 1),
-            (
-                table, lengths, n_sequences, self.M, self.N, *starts,
-                band.left, band.right,
-                band.offset if isinstance(band.offset, int) else 0,
-                positions.is_piece, has_offset, one, block_m, block_n, block,
-            ),
-            self.device,
-        )  # fmt: skip
-        return table
+    @property
+    def n_documents(self) -> int:
+        """Of a batch row."""
+        assert self.band is not None and self.band.documents is not None
+        return self.band.documents.shape[-1] - 1
 
     def _place(self, table: Tensor | None, H: int, group: int, n_tiles: int) -> Placement:
-        fields = self._uniform_fields if table is None else None
+        fields = uniform_fields(self) if table is None else None
         sizes = (n_tiles, self.n_sequences, self.n_batches, H, group)
         return Placement(table, fields, *(code(x) for x in sizes))
 
     @property
     def n_batches(self) -> int:
         """Rows of storage: a packed call has one."""
-        return 1 if self.place_kind == _PACKED else self.B
+        return 1 if self.place_kind == PACKED else self.B
 
     @cached_property
     def document_rows(self) -> tuple[Tensor, Tensor]:
@@ -282,8 +246,8 @@ class TritonCall:
 
     def count_tiles(self, rows: int, block: int) -> int:
         """Tiles of a batch row, or as many as all documents together may have."""
-        if self.place_kind == _PACKED:
-            return rows // block + self.n_sequences
+        if self.place_kind in (PACKED, DOCUMENTS):
+            return self.n_batches * (rows // block) + self.n_sequences
         return -(-rows // block)
 
     def count_shares(self, n_programs: int) -> int:
@@ -306,11 +270,12 @@ class TritonCall:
         return self._plan(config, lists.list_query_tiles, self.N, config.block_n, self.G)
 
     def _plan(self, config: Config, kernel: Any, rows: int, block: int, heads: int) -> Plan:
-        table = self._write_table(config.block_m, config.block_n)
+        table = write_table(self, config.block_m, config.block_n)
         n_tiles = self.count_tiles(rows, block)
         mask = self._list(table, kernel, n_tiles, config)
         place = self._place(table, self.H, self.H // self.G, n_tiles)
-        return Plan(n_tiles * heads * self.n_batches, Call(place, mask, self.terms))
+        rows_of_tiles = 1 if self.place_kind == DOCUMENTS else self.n_batches
+        return Plan(n_tiles * heads * rows_of_tiles, Call(place, mask, self.terms))
 
     # ------------------------------------------------------------ masks
 

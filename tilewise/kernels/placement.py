@@ -15,12 +15,14 @@ import triton.language as tl
 
 from .structs import Sequence, decode
 
-UNIFORM, PADDED, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+UNIFORM, PADDED = tl.constexpr(0), tl.constexpr(1)
+# Sequences of any length, counted through: packed documents, or documents inside batch rows.
+PACKED, DOCUMENTS = tl.constexpr(2), tl.constexpr(3)
 
 # Columns of the table: q_first .. j_base of `Sequence`, then the first query and the first key
-# tile of the sequence when the tiles of all are counted through.
+# tile of the sequence when the tiles of all are counted through, then the batch row (DOCUMENTS).
 FIELDS = tl.constexpr(16)
-FIRST_Q_TILE, FIRST_K_TILE = tl.constexpr(13), tl.constexpr(14)
+FIRST_Q_TILE, FIRST_K_TILE, BATCH = tl.constexpr(13), tl.constexpr(14), tl.constexpr(15)
 # Beyond every index, with room to be added to one, and to be coded, in int32.
 FAR = tl.constexpr(1 << 28)
 _UNBOUNDED = tl.constexpr(1 << 40)
@@ -41,7 +43,7 @@ def locate(place, pid, PLACE: tl.constexpr, COLUMN: tl.constexpr, REVERSED: tl.c
     if REVERSED:
         tile = n_tiles - 1 - tile
     h = pid // n_tiles
-    if PLACE == PACKED:
+    if PLACE >= PACKED:
         index = _find(place, tile, COLUMN)
         first = tl.load(place.table + index.to(tl.int64) * FIELDS + COLUMN)
         return sequence_at(place, index, PLACE), h, tile - first, tile
@@ -57,9 +59,12 @@ def locate(place, pid, PLACE: tl.constexpr, COLUMN: tl.constexpr, REVERSED: tl.c
 def sequence_at(place, index, PLACE: tl.constexpr):
     """Sequence number `index`."""
     if PLACE == PACKED:
-        return _load_fields(place.table, index, index * 0)
+        return _load_fields(place.table, index, index, index * 0)
+    elif PLACE == DOCUMENTS:
+        batch = tl.load(place.table + index.to(tl.int64) * FIELDS + BATCH)
+        return _load_fields(place.table, index, batch, batch)
     elif PLACE == PADDED:
-        return _load_fields(place.table, index, index)
+        return _load_fields(place.table, index, index, index)
     else:
         return _decode_fields(place.fields, index)
 
@@ -79,8 +84,8 @@ def _find(place, tile, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def _load_fields(table, index, batch):
-    row = table + index.to(tl.int64) * FIELDS
+def _load_fields(table, number, index, batch):
+    row = table + number.to(tl.int64) * FIELDS
     return Sequence(
         index,
         batch,
@@ -185,26 +190,92 @@ def place_sequences(
             high = tl.minimum(high, _clamp(highs, 0, FAR))
         low = tl.minimum(low, k_stored)
         high = tl.where(own, tl.maximum(high, low), low)
-        row = table + rows.to(tl.int64) * FIELDS
-        tl.store(row, q_first, mask=live)
-        tl.store(row + 1, q_stored, mask=live)
-        tl.store(row + 2, tl.where(own, q_used, 0), mask=live)
-        tl.store(row + 3, k_first, mask=live)
-        tl.store(row + 4, k_stored, mask=live)
-        tl.store(row + 5, tl.where(own, k_used, 0), mask=live)
-        tl.store(row + 6, low, mask=live)
-        tl.store(row + 7, high, mask=live)
-        tl.store(row + 8, _clamp(position - left, -FAR, FAR), mask=live)
-        tl.store(row + 9, _clamp(position + right, -FAR, FAR), mask=live)
-        tl.store(row + 10, shift, mask=live)
-        tl.store(row + 11, i_base, mask=live)
-        tl.store(row + 12, j_base, mask=live)
-        q_count = tl.where(live, tl.cdiv(q_stored, BLOCK_Q), 0)
-        k_count = tl.where(live, tl.cdiv(k_stored, BLOCK_K), 0)
-        tl.store(row + FIRST_Q_TILE, q_tiles + tl.cumsum(q_count, 0) - q_count, mask=live)
-        tl.store(row + FIRST_K_TILE, k_tiles + tl.cumsum(k_count, 0) - k_count, mask=live)
-        q_tiles += tl.sum(q_count, 0)
-        k_tiles += tl.sum(k_count, 0)
+        stored = (q_first, q_stored, k_first, k_stored)
+        used = (tl.where(own, q_used, 0), tl.where(own, k_used, 0), low, high)
+        bounds = (position - left, position + right)
+        tiles = (q_tiles, k_tiles)
+        q_tiles, k_tiles = _write_rows(
+            table, rows, live, stored, used, bounds, (shift, i_base, j_base), rows * 0, tiles,
+            BLOCK_Q, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_sequences", "n_documents", "stride", "M", "N", "q_start", "k_start", "shift", "left",
+        "right",
+    ]
+)  # fmt: skip
+def place_documents(
+    table, cu_seqlens, n_sequences, n_documents, stride, M, N, q_start, k_start, shift, left, right,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The table of a padded call whose documents lie inside its batch rows. One program.
+
+    cu_seqlens: `[docs + 1]`, or a batch row's from `stride` on. Each batch row has two sequences
+    more: what lies before its first document and after its last sees nothing.
+    shift: query m of storage stands at stored key m + shift. left, right: query m sees at most the
+    stored keys from m + left to m + right.
+    """
+    q_tiles = 0
+    k_tiles = 0
+    each = n_documents + 2
+    for start in range(0, n_sequences, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        live = rows < n_sequences
+        batch = rows // each
+        number = rows % each
+        edges = cu_seqlens + batch.to(tl.int64) * stride
+        has_edge, is_last = number > 0, number == each - 1
+        first = tl.load(edges + number - 1, mask=live & has_edge, other=0).to(tl.int64) - k_start
+        last = tl.load(edges + number, mask=live & (is_last == 0), other=0).to(tl.int64) - k_start
+        k_first = tl.where(has_edge, _clamp(first, 0, N), 0)
+        k_end = tl.where(is_last, N, _clamp(last, 0, N))
+        q_first = tl.where(has_edge, _clamp(first - shift, 0, M), 0)
+        q_end = tl.where(is_last, M, _clamp(last - shift, 0, M))
+        q_stored, k_stored = tl.maximum(q_end - q_first, 0), tl.maximum(k_end - k_first, 0)
+        high = tl.where(has_edge & (is_last == 0), k_stored, 0)
+        apart = (q_first - k_first).to(tl.int64)
+        bases = (_clamp(apart + shift, -FAR, FAR), q_first + q_start, k_first + k_start)
+        stored = (q_first, q_stored, k_first, k_stored)
+        used = (q_stored, k_stored, rows * 0, high)
+        tiles = (q_tiles, k_tiles)
+        q_tiles, k_tiles = _write_rows(
+            table, rows, live, stored, used, (apart + left, apart + right), bases, batch, tiles,
+            BLOCK_Q, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_rows(
+    table, rows, live, stored, used, bounds, bases, batch, tiles,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows of the table; returns how many tiles of queries and keys there are so far.
+
+    stored: q_first, q_stored, k_first, k_stored. used: q_used, k_used, low, high. bounds: left and
+    right. bases: shift, i_base, j_base.
+    """
+    row = table + rows.to(tl.int64) * FIELDS
+    tl.store(row, stored[0], mask=live)
+    tl.store(row + 1, stored[1], mask=live)
+    tl.store(row + 2, used[0], mask=live)
+    tl.store(row + 3, stored[2], mask=live)
+    tl.store(row + 4, stored[3], mask=live)
+    tl.store(row + 5, used[1], mask=live)
+    tl.store(row + 6, used[2], mask=live)
+    tl.store(row + 7, used[3], mask=live)
+    tl.store(row + 8, _clamp(bounds[0], -FAR, FAR), mask=live)
+    tl.store(row + 9, _clamp(bounds[1], -FAR, FAR), mask=live)
+    tl.store(row + 10, bases[0], mask=live)
+    tl.store(row + 11, bases[1], mask=live)
+    tl.store(row + 12, bases[2], mask=live)
+    q_count = tl.where(live, tl.cdiv(stored[1], BLOCK_Q), 0)
+    k_count = tl.where(live, tl.cdiv(stored[3], BLOCK_K), 0)
+    tl.store(row + FIRST_Q_TILE, tiles[0] + tl.cumsum(q_count, 0) - q_count, mask=live)
+    tl.store(row + FIRST_K_TILE, tiles[1] + tl.cumsum(k_count, 0) - k_count, mask=live)
+    tl.store(row + BATCH, batch, mask=live)
+    return tiles[0] + tl.sum(q_count, 0), tiles[1] + tl.sum(k_count, 0)
 
 
 @triton.jit
