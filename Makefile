@@ -3,7 +3,7 @@
 PYTHON ?= python3
 # Another package index for torch alone, such as PyTorch's own for CPU wheels; empty: the default.
 TORCH_INDEX ?=
-# Another torch than the pinned one, such as 2.11.0 (which wants an older setuptools); empty: the pin.
+# Another torch than the pinned one, such as 2.11.0 (which brings its own setuptools and Triton); empty: the pin.
 TORCH ?=
 # Passed on to what the target runs: make test ARGS="-k varlen"
 ARGS ?=
@@ -75,7 +75,7 @@ $(READY): pyproject.toml requirements/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Tilewise needs Python 3.10 or newer; name one with PYTHON=..." if sys.version_info < (3, 10) else 0)'
 	@echo "Making $(VENV) from requirements/constraints.txt; the first time, torch's download takes minutes."
 	@$(PYTHON) -m venv $(VENV) || { echo "No venv in this Python; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
-	@sed $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d') -e '/^#/d' requirements/constraints.txt > $(PINS)
+	@sed $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d' -e '/^triton==/d') -e '/^#/d' requirements/constraints.txt > $(PINS)
 	@$(if $(TORCH_INDEX),$(PIP) install --no-deps --index-url $(TORCH_INDEX) -c $(PINS) torch,:)
 	@$(PIP) install -c $(PINS) -e '.[dev]'
 	@touch $@
