@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.core.backends import BackendChoice, check_backend_name, describe_device
+from tilewise.core import backends
+from tilewise.core.backends import (
+    BackendChoice,
+    check_backend_name,
+    describe_device,
+    triton_problem,
+)
+from tilewise.dense import choice
 
 from .brute import assert_one_sentence
 
@@ -17,8 +25,8 @@ QKV = (torch.zeros(1, 3, 2, 4), torch.zeros(1, 5, 1, 4), torch.zeros(1, 5, 1, 4)
 
 
 def test_choice_prints_every_reason() -> None:
-    choice = BackendChoice("tiled", "it is here", {"fast": "no GPU", "exact": "too slow"})
-    assert str(choice).splitlines() == [
+    made = BackendChoice("tiled", "it is here", {"fast": "no GPU", "exact": "too slow"})
+    assert str(made).splitlines() == [
         "tiled: it is here",
         "not fast: no GPU",
         "not exact: too slow",
@@ -46,20 +54,146 @@ def test_gpu_in_words() -> None:
     assert torch.cuda.get_device_name(0) in describe_device(torch.device("cuda", 0))
 
 
+# ---------------------------------------------------------------- where Triton runs
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Triton is there, and kernels are compiled."""
+    monkeypatch.setattr(backends, "find_spec", lambda name: object())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    backends._gpu_problem.cache_clear()
+    return monkeypatch
+
+
+def test_without_triton_it_says_how_to_install_it(installed: pytest.MonkeyPatch) -> None:
+    installed.setattr(backends, "find_spec", lambda name: None)
+    for interpret in ("0", "1"):
+        installed.setenv("TRITON_INTERPRET", interpret)
+        for device in (CPU, GPU):
+            assert "pip install triton" in triton_problem(device)
+
+
+def test_the_interpreter_is_for_the_cpu_and_for_nothing_else(
+    installed: pytest.MonkeyPatch,
+) -> None:
+    assert "TRITON_INTERPRET=1" in triton_problem(CPU)
+    installed.setenv("TRITON_INTERPRET", "1")
+    assert triton_problem(CPU) == ""
+    assert "on the CPU only" in triton_problem(GPU)
+
+
+def test_a_device_that_no_kernel_is_made_for(installed: pytest.MonkeyPatch) -> None:
+    assert triton_problem(torch.device("xpu", 0)).endswith("the device xpu")
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "runs"),
+    [((9, 0), None, True), ((8, 0), None, True), ((7, 5), None, False), ((0, 0), "7.0", True)],
+)
+def test_a_gpu_of_ampere_or_later_or_of_amd(
+    capability: tuple[int, int], hip: str | None, runs: bool, installed: pytest.MonkeyPatch
+) -> None:
+    installed.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    installed.setattr(torch.version, "hip", hip)
+    problem = triton_problem(GPU)
+    backends._gpu_problem.cache_clear()
+    if runs:
+        assert problem == ""
+    else:
+        assert "8.0" in problem and "7.5" in problem
+
+
+# ---------------------------------------------------------------- what is chosen
+
+
+def inputs(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, M: int = 3, D: int = 64, E: int = 64
+) -> list[Any]:
+    """What a choice looks at, of tensors that need not be there."""
+    shapes = ((1, M, 2, D), (1, M, 1, D), (1, M, 1, E))
+    return [SimpleNamespace(device=device, dtype=dtype, shape=torch.Size(s)) for s in shapes]
+
+
+@pytest.fixture
+def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a GPU, in the CPU's case with the interpreter on."""
+    monkeypatch.setattr(choice, "triton_problem", lambda device: "")
+    monkeypatch.setattr(choice, "describe_device", str)
+
+
+@pytest.mark.usefixtures("kernels_run")
+def test_auto_takes_triton_on_a_gpu_and_tiled_on_the_cpu() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert choice.choose("attention", "auto", *inputs(GPU, dtype)) == "triton"
+        assert choice.choose("attention", "auto", *inputs(CPU, dtype)) == "tiled"
+    explained = choice.explain("attention", "auto", *inputs(GPU))
+    assert explained.name == "triton" and "cuda:0" in explained.reason
+    assert set(explained.rejected) == {"reference", "tiled"}
+    assert "interprets" in choice.explain("attention", "auto", *inputs(CPU)).rejected["triton"]
+
+
+NO_KERNEL: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": torch.float64}, "not float64"),
+    ({"D": 257}, "up to 256, got 257 and 64"),
+    ({"E": 300}, "up to 256, got 64 and 300"),
+    ({"M": 1 << 28}, "counts rows up to 268435456"),
+]
+
+
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize(("changes", "message"), NO_KERNEL, ids=[m for _, m in NO_KERNEL])
+def test_what_the_kernels_cannot_do_auto_gives_to_tiled(
+    changes: dict[str, Any], message: str
+) -> None:
+    tensors = inputs(GPU, **changes)
+    assert choice.choose("attention", "auto", *tensors) == "tiled"
+    explained = choice.explain("attention", "auto", *tensors)
+    assert explained.name == "tiled" and message in explained.rejected["triton"]
+    with pytest.raises(NotImplementedError) as caught:
+        choice.choose("attention", "triton", *tensors)
+    assert_one_sentence(caught, "attention: backend 'triton' ")
+    assert message in str(caught.value) and "backend='tiled'" in str(caught.value)
+
+
+@pytest.mark.usefixtures("kernels_run")
+def test_the_largest_that_the_kernels_take() -> None:
+    tensors = inputs(GPU, M=(1 << 28) - 1, D=256, E=256)
+    assert choice.choose("attention", "triton", *tensors) == "triton"
+
+
+@pytest.mark.usefixtures("kernels_run")
+def test_a_named_triton_on_a_gpu_is_the_callers() -> None:
+    explained = choice.explain("attention", "triton", *inputs(GPU))
+    assert explained.name == "triton" and "named by the caller" in explained.reason
+
+
+def test_shapes_alone_need_no_device() -> None:
+    """Traces go over meta tensors: a backend is named there, and not tried."""
+    meta = torch.device("meta")
+    assert choice.choose("attention", "triton", *inputs(meta)) == "triton"
+    assert choice.choose("attention", "auto", *inputs(meta)) == "tiled"
+
+
+# ---------------------------------------------------------------- what is explained
+
+
 def test_auto_says_what_and_why_and_why_not() -> None:
-    choice = tw.explain_backend(*QKV)
-    assert isinstance(choice, BackendChoice)
-    assert choice.name == "tiled"
-    assert "cpu" in choice.reason
-    assert "oracle" in choice.rejected["reference"]
-    assert choice.name not in choice.rejected
+    explained = tw.explain_backend(*QKV)
+    assert isinstance(explained, BackendChoice)
+    assert explained.name == "tiled"
+    assert "cpu" in explained.reason
+    assert "oracle" in explained.rejected["reference"]
+    assert set(explained.rejected) == {"reference", "triton"}
 
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_a_named_backend_is_the_callers(backend: str) -> None:
-    choice = tw.explain_backend(*QKV, backend=backend)
-    assert choice.name == backend
-    assert "named by the caller" in choice.reason
+    explained = tw.explain_backend(*QKV, backend=backend)
+    assert explained.name == backend
+    assert "named by the caller" in explained.reason
 
 
 @pytest.mark.parametrize("call", [tw.attention, tw.attention_partial, tw.explain_backend])
@@ -67,7 +201,7 @@ def test_unknown_backend(call: Any) -> None:
     with pytest.raises(ValueError) as caught:
         call(*QKV, backend="fast")
     assert_one_sentence(caught, "attention")
-    for known in ("auto", "tiled", "reference", "'fast'"):
+    for known in ("auto", "reference", "tiled", "triton", "'fast'"):
         assert known in str(caught.value)
 
 

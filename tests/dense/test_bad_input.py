@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.core import backends
 
 
 def call(**changes: Any) -> torch.Tensor:
@@ -65,7 +66,7 @@ DENSE: list[tuple[dict[str, Any], str]] = [
     ({"sinks": torch.ones(4, dtype=torch.int64)}, r"sinks must be floating"),
     ({"sinks": [0.0] * 4}, r"attention: sinks must be a tensor, got list"),
     ({"bias": [[0.0]]}, r"attention: bias must be a tensor, got list"),
-    ({"backend": "cuda"}, r"backend must be one of auto, reference, tiled, got 'cuda'"),
+    ({"backend": "cuda"}, r"backend must be one of auto, reference, tiled, triton, got 'cuda'"),
     ({name: torch.randn(2, 5, 2, 0) for name in "qkv"}, r"head dimensions must be at least 1"),
     ({"mask": tw.key_padding([1, 2, 3])}, r"expected 2 entries, one a batch row, got 3"),
     ({"mask": tw.key_padding([-1, 2])}, r"lengths must not be negative, got -1"),
@@ -116,6 +117,51 @@ def test_fp8_names_what_can_be_used() -> None:
     x = torch.randn(2, 5, 4, 8).to(torch.float8_e4m3fn)
     with pytest.raises(NotImplementedError, match=r"float8_e4m3fn is not supported.*float16"):
         tw.attention(x, x, x)
+
+
+def refuse_triton(message: str, dtype: torch.dtype = torch.float32, D: int = 8) -> None:
+    """Named, triton runs or refuses; every public form says so in one sentence."""
+    q, k, v = (torch.randn(2, 5, 2, D, dtype=dtype) for _ in "qkv")
+    lse = torch.zeros(2, 2, 5, dtype=dtype)
+    buffers = {"dq": q, "dk": k, "dv": v}
+    cu = {"cu_seqlens_q": torch.tensor([0, 2, 5])}
+    calls = {
+        "attention": lambda: tw.attention(q, k, v, backend="triton"),
+        "attention_partial": lambda: tw.attention_partial(q, k, v, backend="triton"),
+        "attention_varlen": lambda: tw.attention_varlen(q[0], k[0], v[0], **cu, backend="triton"),
+        "attention_varlen_partial": lambda: tw.attention_varlen_partial(
+            q[0], k[0], v[0], **cu, backend="triton"
+        ),
+        "attention_partial_backward": lambda: tw.attention_partial_backward(
+            q, q, k, v, lse, lse, **buffers, backend="triton"
+        ),
+    }
+    for op, run in calls.items():
+        with pytest.raises(NotImplementedError) as caught:
+            run()
+        text = str(caught.value)
+        assert text.startswith(f"{op}: backend 'triton' ") and message in text
+        assert text.endswith("use backend='tiled'.") and "\n" not in text
+    with pytest.raises(NotImplementedError, match="backend='tiled'"):
+        tw.explain_backend(q, k, v, backend="triton")
+    assert tw.explain_backend(q, k, v).name == "tiled"
+
+
+def test_triton_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(backends, "find_spec", lambda name: object())
+    with torch.device("cpu"):
+        refuse_triton("needs a GPU, or TRITON_INTERPRET=1")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [("not float64", {"dtype": torch.float64}), ("up to 256, got 257", {"D": 257})],
+)
+def test_triton_refuses_what_its_kernels_cannot(message: str, options: dict[str, Any]) -> None:
+    """Before it asks whether kernels run here: with a GPU the answer is the same."""
+    refuse_triton(message, **options)
 
 
 @pytest.mark.parametrize(

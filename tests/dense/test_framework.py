@@ -1,12 +1,16 @@
 """Dense attention inside PyTorch: opcheck, compile, autocast, checkpointing, double backward."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
-from tilewise.dense import torch_flash
+from tests.helpers import backends
+from tilewise.dense import api, torch_flash
 from tilewise.dense.checks import check_call
 
 
@@ -18,7 +22,7 @@ def qkv(M: int = 9, N: int = 11, dtype: torch.dtype = torch.float32) -> list[Ten
 def op_arguments(q: Tensor, k: Tensor, v: Tensor, mask: tw.Mask) -> tuple:
     terms = dict.fromkeys(("scale", "alibi_slopes", "bias"))
     terms |= {"softcap": 4.0, "sinks": torch.randn(4), "dropout_p": 0.0}
-    return check_call("attention", q, k, v, mask, terms, {})._replace(backend="tiled")
+    return check_call("attention", q, k, v, mask, terms, {})._replace(backend=backends("tiled")[0])
 
 
 MASKS = {
@@ -29,10 +33,18 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-def test_opcheck(mask: tw.Mask) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param("full", torch.float32, marks=pytest.mark.interpreter),
+        pytest.param("full", torch.bfloat16, marks=pytest.mark.interpreter),
+        *((name, torch.float32) for name in ("prefix", "offset", "predicate")),
+    ],
+)
+def test_opcheck(name: str, dtype: torch.dtype) -> None:
     ops = torch.ops.tilewise
-    q, k, v = (x.detach() for x in qkv())
+    q, k, v = (x.detach() for x in qkv(dtype=dtype))
+    mask = MASKS[name]
     rest = op_arguments(q, k, v, mask)
     torch.library.opcheck(ops.attention_fwd.default, (q, k, v, *rest, torch.float32))
     out, lse = ops.attention_fwd(q, k, v, *rest, torch.float32)
@@ -40,7 +52,7 @@ def test_opcheck(mask: tw.Mask) -> None:
         upstream = (torch.randn_like(out), dlse, out, lse)
         arguments = (*upstream, q, k, v, *rest, [False, False, True])
         torch.library.opcheck(ops.attention_bwd.default, arguments)
-    buffers = tuple(torch.zeros_like(x) for x in (q, k, v))
+    buffers = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     upstream = (torch.randn_like(out), lse, torch.randn_like(lse))
     torch.library.opcheck(ops.attention_bwd_into.default, (*buffers, *upstream, q, k, v, *rest))
 
@@ -204,12 +216,44 @@ def test_the_matmul_precision_of_the_user_neither_matters_nor_changes(precision:
         torch.set_float32_matmul_precision(before)
 
 
+class Recorder(TorchDispatchMode):
+    """Notes the arguments of Tilewise's ops and runs none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "tilewise":
+            return func(*args, **(kwargs or {}))
+        self.calls.append(args)
+        return None
+
+
+@pytest.mark.parametrize(
+    ("backend", "chosen"), [("auto", "triton"), ("auto", "tiled"), ("triton", "triton")]
+)
+def test_a_piece_of_the_backward_runs_where_it_was_chosen_to(
+    backend: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(api, "choose", lambda op, name, *qkv: asked.append(name) or chosen)
+    q, k, v = (x.detach() for x in qkv())
+    lse, dout = torch.zeros(2, 4, 9), torch.zeros(2, 9, 4, 6)
+    buffers = {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    with Recorder() as recorder:
+        tw.attention_partial_backward(dout, q, k, v, lse, lse, **buffers, backend=backend)
+    assert asked == [backend]
+    (arguments,) = recorder.calls
+    assert arguments[-1] == chosen
+
+
 def test_explain_backend_says_what_runs() -> None:
     x = torch.randn(1, 20, 4, 8)
     handed = tw.explain_backend(x, x, x, mask=tw.causal())
     assert handed.name == "tiled"
     assert "fused CPU op" in handed.reason
-    assert "reference" in handed.rejected
+    assert set(handed.rejected) == {"reference", "triton"}
     assert "fused" not in tw.explain_backend(x, x, x, softcap=2.0).reason
     assert tw.explain_backend(x, x, x, backend="reference").name == "reference"
 
