@@ -425,8 +425,8 @@ def _run_warm(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         run: Any = Attention.apply
         rest = found.arguments[3:]
-        return Partial(*run(q, k, v, None, None, None, rest, out_dtype, is_partial, found.forward))
-    return Partial(*found.forward.run(q, k, v))
+        return Partial(*run(q, k, v, None, None, None, rest, out_dtype, is_partial, found))
+    return Partial(*found.run(q, k, v))
 
 
 def _distinct(

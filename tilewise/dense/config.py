@@ -10,12 +10,16 @@ from ..kernels.launch import Config
 
 
 class Key(NamedTuple):
-    """What a configuration depends on. width: the larger head dim as its tiles hold it."""
+    """What a configuration depends on.
+
+    width: the larger head dim as its tiles hold it. is_heavy: a bias, dropout or a test that loads
+    takes registers of its own.
+    """
 
     dtype: torch.dtype
     width: int
     architecture: str
-    has_extras: bool
+    is_heavy: bool
 
 
 class KeysConfig(NamedTuple):
@@ -49,6 +53,8 @@ def forward_config(key: Key) -> Config:
     if key.dtype == torch.float32:
         # Three tf32 products hold each operand in two halves: little fits into registers.
         return Config(32, 32, 4, 1) if key.width <= 128 else Config(16, 16, 4, 1)
+    if key.is_heavy:
+        return Config(64, 64, 8, 2) if key.width <= 128 else Config(128, 32, 8, 2)
     if key.width <= 64:
         return Config(128, 64, 8, 3)
     if key.width <= 128:
@@ -65,6 +71,11 @@ def backward_config(key: Key) -> BackwardConfig:
         if key.width <= 128:
             return BackwardConfig(_together(32, 16, 4, 1), Config(16, 32, 4, 1))
         return BackwardConfig(_together(16, 16, 4, 1), Config(16, 16, 4, 1))
+    if key.is_heavy:
+        if key.width <= 128:
+            return BackwardConfig(_together(32, 64, 8, 2), Config(64, 64, 8, 2))
+        apart = _apart(Config(32, 64, 8, 2), Config(32, 64, 8, 2))
+        return BackwardConfig(apart, Config(64, 32, 8, 2))
     if key.width <= 64:
         return BackwardConfig(_together(64, 64, 4, 2), Config(64, 64, 4, 3))
     if key.width <= 96:

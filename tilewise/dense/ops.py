@@ -128,9 +128,10 @@ def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor,
     piece = arguments.piece(q, k, v).as_batch()
     match arguments.chosen(q, k, v):
         case "triton":
+            from .triton_call import TritonCall
             from .triton_forward import Forward
 
-            out, lse = Forward(piece, out_dtype).run(piece.q, piece.k, piece.v)
+            out, lse = Forward(TritonCall(piece), out_dtype).run(piece.q, piece.k, piece.v)
         case name:
             from . import tiled_forward
 
@@ -150,9 +151,10 @@ def _attention_bwd(
     upstream, result = (dout, dlse), (out, lse)
     match arguments.chosen(q, k, v):
         case "triton":
-            from . import triton_backward
+            from .triton_backward import attention_gradients
+            from .triton_call import TritonCall
 
-            gradients = triton_backward.attention_gradients(piece, upstream, result, wanted)
+            gradients = attention_gradients(TritonCall(piece), upstream, result, wanted)
         case name:
             from . import tiled_backward
 
@@ -299,6 +301,10 @@ for _name, _implementation, _fake in (
 # ---------------------------------------------------------------- autograd
 
 
+# What has no gradient in any case: bias, slopes and sinks of a warm call, and the rest.
+_NONE = (None,) * 7
+
+
 class Attention(torch.autograd.Function):
     """`(out, lse)` with gradients for q, k, v, bias, slopes, sinks, through out and lse."""
 
@@ -313,6 +319,7 @@ class Attention(torch.autograd.Function):
         # bias; with O rounded to 16 bits it would be over the error budget.
         wide = q.dtype == torch.float64 or any(wanted)
         stored = accumulator_of(q.dtype) if wide else out_dtype
+        ctx.warm = warm
         if warm is not None:
             out, lse = warm.run(q, k, v)
         else:
@@ -341,6 +348,8 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         tail = list(saved[13:])
+        if ctx.warm is not None and not torch.is_grad_enabled():
+            return *ctx.warm.gradients(saved[:5], dout, dlse if ctx.lse_has_grad else None), *_NONE
         with torch.no_grad():
             gradients = torch.ops.tilewise.attention_bwd(
                 dout, dlse if ctx.lse_has_grad else None, out, lse, q, k, v, bias, slopes, sinks,
@@ -352,7 +361,7 @@ class Attention(torch.autograd.Function):
             gradients = _FirstDerivative.apply(len(inputs), *inputs, *gradients)
         wanted = (True, True, True, *ctx.wanted)
         kept = (g if want else None for g, want in zip(gradients, wanted, strict=True))
-        return *kept, None, None, None, None
+        return *kept, *_NONE[3:]
 
 
 class _FirstDerivative(torch.autograd.Function):

@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.launch import launch
-from ..kernels.masks import BAND, key_span, partial_tile, row_span, whole_tile
+from ..kernels.masks import BAND, key_span, partial_tile, row_span, visible, whole_tile
 from ..kernels.placement import FIRST_K_TILE, FIRST_Q_TILE, locate
 from ..kernels.recompute import Upstream, load_rows, recompute, store_rows
 from ..kernels.scores import key_distance
@@ -109,8 +108,16 @@ def _visit_rows(
     BLOCK_M: tl.constexpr = BUILD.block_m
     DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    BLOCK_N: tl.constexpr = BUILD.block_n
     m = m0 + tl.arange(0, BLOCK_M)
+    # Rows that see no key of the tile may be NaN, or not there.
     mask_m = (m >= span.start) & (m < span.stop)
+    seen = m
+    if IS_PARTIAL:
+        n = (n0 + tl.arange(0, BLOCK_N))[:, None]
+        seen = visible(call.mask, seq, h, m[None, :], n, m0, n0, BUILD)
+        if BUILD.mask != BAND:
+            mask_m = mask_m & (tl.max(seen.to(tl.int32), 0) > 0)
     dout = upstream.dout
     q_base = row_base(q, seq.batch, seq.q_first + m0, h)
     do_base = row_base(dout, seq.batch, seq.q_first + m0, h)
@@ -120,15 +127,10 @@ def _visit_rows(
     )
     statistics = load_rows(upstream.rows, seq, m0, h, mask_m, IS_PARTIAL, BLOCK_M)
     has_shares: tl.constexpr = call.terms.bias.ptr is not None
-    _, kept, _, ds, seen = recompute(
-        q_tile, k_tile, v_tile, do_tile, statistics, call, seq, h, m0, n0,
+    _, kept, _, ds = recompute(
+        q_tile, k_tile, v_tile, do_tile, statistics, seen, call, seq, h, m0, n0,
         IS_PARTIAL, True, has_shares, BUILD,
     )  # fmt: skip
-    if IS_PARTIAL:
-        if BUILD.mask != BAND:
-            seen_rows = tl.max(seen.to(tl.int32), 0) > 0
-            q_tile = clean_rows(q_tile, seen_rows, DIMS)
-            do_tile = clean_rows(do_tile, seen_rows, VALUE_DIMS)
     if HAS_V:
         acc_v = dot_add(kept, do_tile, acc_v, VALUE_DIMS, BUILD)
     if HAS_K:
@@ -195,22 +197,24 @@ def _visit_keys(
     BLOCK_N: tl.constexpr = BUILD.block_n
     DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    m = (m0 + tl.arange(0, BLOCK_M))[:, None]
     n = n0 + tl.arange(0, BLOCK_N)
     mask_n = (n >= span.start) & (n < span.stop)
+    seen = m
+    if IS_PARTIAL:
+        seen = visible(call.mask, seq, h, m, n[None, :], m0, n0, BUILD)
+        if BUILD.mask != BAND:
+            mask_n = mask_n & (tl.max(seen.to(tl.int32), 0) > 0)
     k_base = bases[0] + n0.to(tl.int64) * k_stride
     v_base = bases[1] + n0.to(tl.int64) * v_stride
     k_tile = load_tile(k_base, k_stride, mask_n, IS_PARTIAL, BLOCK_N, DIMS, BUILD.is_wide)
     v_tile = load_tile(v_base, v_stride, mask_n, IS_PARTIAL, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
-    _, _, ds, ds_inner, seen = recompute(
-        q_tile, k_tile, v_tile, do_tile, statistics, call, seq, h, m0, n0,
+    _, _, ds, ds_inner = recompute(
+        q_tile, k_tile, v_tile, do_tile, statistics, seen, call, seq, h, m0, n0,
         IS_PARTIAL, False, HAS_SHARES, BUILD,
     )  # fmt: skip
-    if IS_PARTIAL:
-        if BUILD.mask != BAND:
-            k_tile = clean_rows(k_tile, tl.max(seen.to(tl.int32), 0) > 0, DIMS)
     if HAS_SLOPES:
-        rows = (m0 + tl.arange(0, BLOCK_M))[:, None]
-        slope -= tl.sum(ds * key_distance(seq, rows, n[None, :]), 1)
+        slope -= tl.sum(ds * key_distance(seq, m, n[None, :]), 1)
     return dot_add(ds_inner, k_tile, acc, DIMS, BUILD), slope
 
 
@@ -261,7 +265,7 @@ class Gradients(NamedTuple):
 
 
 def attention_gradients(
-    piece: Piece,
+    call: TritonCall,
     upstream: tuple[Tensor, Tensor | None],
     result: tuple[Tensor, Tensor],
     wanted: list[bool],
@@ -272,9 +276,10 @@ def attention_gradients(
         upstream: dout `[B, M, H, E]`, and dlse `[B, H, M]` or None. result: out and lse.
         wanted: whether bias, slopes and sinks need one.
     """
-    (dout, dlse), (out, lse), terms = upstream, result, piece.terms
-    call = TritonCall(piece)
-    dout = align_rows(dout)
+    (dout, dlse), (out, lse) = upstream, result
+    piece, terms = call.piece, call.piece.terms
+    # The kernels multiply it by v: an fp32 partial's gradient is rounded as q, k and v are.
+    dout = align_rows(dout.to(piece.q.dtype))
     dlse = None if dlse is None else contiguous_statistics(dlse)
     rows = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
     is_summed = piece.q.dtype != torch.float32 and (call.N <= _FEW_KEYS or any(wanted))
@@ -309,7 +314,7 @@ def attention_bwd(
     lse, delta: `[B, H, M]`, the whole softmax's.
     """
     call = TritonCall(piece)
-    dout, is_empty = align_rows(dout), lse.isneginf()
+    dout, is_empty = align_rows(dout.to(piece.q.dtype)), lse.isneginf()
     lse, delta = torch.where(is_empty, torch.inf, lse), torch.where(is_empty, 0.0, delta)
     rows = torch.stack((lse, delta, torch.ones_like(lse), torch.zeros_like(lse)), -1)
     # A buffer whose rows are not aligned is added to in a copy.
@@ -334,7 +339,7 @@ def _multiply_rows(
 ) -> None:
     """Write the rows' numbers from what the forward left."""
     config = delta_config(call.key)
-    launch(
+    call.launch(
         _attention_bwd_delta_kernel,
         (-(-call.M // config.block_m) * call.H * call.B,),
         config,
@@ -343,7 +348,8 @@ def _multiply_rows(
             call.row_numbers(rows),
             call.M, call.H, call.dims[1], call.is_wide(out, dout), config.block_m,
         ),
-        call.device,
+        out.dtype,
+        dlse is None,
     )  # fmt: skip
 
 
@@ -353,7 +359,7 @@ def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients
         _launch_keys(call, upstream, gradients, keys)
     plan = call.plan_rows(config.rows)
     build = call.build(plan, config.rows, gradients.dq, upstream.dout.ptr)
-    launch(
+    call.launch(
         _attention_bwd_rows_kernel,
         (plan.n_programs,),
         config.rows,
@@ -361,7 +367,7 @@ def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients
             *call.qkv, upstream, call.operand(gradients.dq), call.statistics(gradients.slopes),
             plan.call, build._replace(is_added=gradients.is_added),
         ),
-        call.device,
+        gradients.is_added,
     )  # fmt: skip
 
 
@@ -380,7 +386,7 @@ def _launch_keys(
             for x in wanted
         ]
     build = call.build(plan, config, *targets, upstream.dout.ptr)
-    launch(
+    call.launch(
         _attention_bwd_keys_kernel,
         (plan.n_programs, n_shares),
         config,
@@ -389,7 +395,7 @@ def _launch_keys(
             -(-(call.H // call.G) // n_shares), keys.has_k, keys.has_v,
             build._replace(is_added=gradients.is_added and n_shares == 1),
         ),
-        call.device,
+        *(gradients.is_added, keys.has_k, keys.has_v),
     )  # fmt: skip
     if n_shares == 1:
         return

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.launch import launch
+from ..kernels.masks import visible
 from ..kernels.placement import sequence_at
 from ..kernels.recompute import Upstream, load_rows, recompute
 from ..kernels.structs import code, decode
@@ -100,13 +100,14 @@ def _bias_tile(q, k, v, upstream, call, seq, h, x, y, BUILD: tl.constexpr):
         do_base = row_base(dout, seq.batch, seq.q_first + m0, h)
         k_base = row_base(k, seq.batch, seq.k_first + n0, kv_head)
         v_base = row_base(v, seq.batch, seq.k_first + n0, kv_head)
-        _, _, ds, _, _ = recompute(
+        seen = visible(call.mask, seq, h, m[:, None], n[None, :], m0, n0, BUILD)
+        _, _, ds, _ = recompute(
             load_tile(q_base, q.stride_m, mask_m, True, BLOCK_M, DIMS, wide),
             load_tile(k_base, k.stride_m, mask_n, True, BLOCK_N, DIMS, wide),
             load_tile(v_base, v.stride_m, mask_n, True, BLOCK_N, VALUE_DIMS, wide),
             load_tile(do_base, dout.stride_m, mask_m, True, BLOCK_M, VALUE_DIMS, wide),
             load_rows(upstream.rows, seq, m0, h, mask_m, True, BLOCK_M),
-            call, seq, h, m0, n0, True, False, True, BUILD,
+            seen, call, seq, h, m0, n0, True, False, True, BUILD,
         )  # fmt: skip
     return ds
 
@@ -128,7 +129,7 @@ def bias_gradient(call: TritonCall, bias: Tensor, upstream: Upstream, row_sums: 
     n_row_tiles, n_key_tiles = -(-rows // config.block_m), -(-cols // config.block_n)
     target = call.bias_operand(gradient)._replace(rows=code(rows), cols=code(cols))
     place = plan.call.place._replace(n_sequences=code(n_sequences))
-    launch(
+    call.launch(
         _attention_bwd_bias_kernel,
         (shape[0] * shape[1] * n_row_tiles * n_key_tiles,),
         config,
@@ -136,7 +137,6 @@ def bias_gradient(call: TritonCall, bias: Tensor, upstream: Upstream, row_sums: 
             *call.qkv, upstream, target, plan.call._replace(place=place), n_row_tiles, n_key_tiles,
             rows > 1, call.build(plan, config, upstream.dout.ptr),
         ),
-        call.device,
     )  # fmt: skip
     return _sum_to(gradient, bias)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..core.mask_bits import BIT_TILE, Bits, materialise
 from ..core.philox import drop_threshold
 from ..core.tiles import row_intervals
 from ..kernels import lists, masks
-from ..kernels.launch import Config, architecture_of, launch
+from ..kernels.launch import Config, architecture_of, launch, relaunch
 from ..kernels.structs import (
     Bias,
     Build,
@@ -44,6 +45,8 @@ from .triton_placement import (
 
 _BAND, _INTERVALS, _BITS = (x.value for x in (masks.BAND, masks.INTERVALS, masks.BITS))
 _NO_MASK = absent(MaskData)
+# Masks of few intervals a row test them one after the other; others loop.
+_FEW_INTERVALS = 4
 # Two programs for each of a large GPU's processors.
 ENOUGH_PROGRAMS = 264
 _PIECES = (16, 32, 64, 128, 256)
@@ -102,14 +105,49 @@ class TritonCall:
         else:
             self.mask_kind = _INTERVALS if piece.mask.is_exact else _BITS
 
-    @property
+        extras = (terms.bias, terms.alibi_slopes, terms.sinks, terms.rng)
+        # Nothing that is found for this call hangs on a tensor's contents or place.
+        self.is_reusable = self.place_kind == UNIFORM and all(x is None for x in extras)
+        self.is_reusable = self.is_reusable and self.mask_kind == _BAND
+        self._plans: dict[Any, Plan] = {}
+        self._compiled: dict[Any, Any] = {}
+
+    def on(self, q: Tensor, k: Tensor, v: Tensor) -> TritonCall:
+        """This call, which must be reusable, on other tensors of the same layout."""
+        other = copy(self)
+        other.piece = replace(self.piece, q=q, k=k, v=v)
+        other.tensors = tuple(align_rows(x) for x in (q, k, v))
+        other.__dict__.pop("qkv", None)
+        return other
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        config: Config,
+        arguments: Sequence[Any],
+        *tag: Any,
+    ) -> None:
+        """Launch a kernel; a reusable call looks it up once. tag: what else it was compiled for."""
+        if not self.is_reusable:
+            launch(kernel, grid, config, arguments, self.device)
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        key = (id(kernel), grid, config, tag)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = launch(kernel, grid, config, arguments, self.device)
+        else:
+            relaunch(compiled, (x, y, z), arguments, self.device)
+
+    @cached_property
     def key(self) -> Key:
         terms = self.piece.terms
         return Key(
             self.piece.q.dtype,
             max(sum(dims[1:]) for dims in self.dims),
             architecture_of(self.device),
-            not self.is_folded or terms.dropout_p > 0.0,
+            terms.bias is not None or terms.dropout_p > 0.0 or self.mask_kind != _BAND,
         )
 
     @property
@@ -197,6 +235,7 @@ class TritonCall:
             *self.dims,
             self.place_kind,
             self.mask_kind,
+            self._n_intervals,
             self.is_folded,
             terms.softcap is not None,
             is_grouped,
@@ -270,14 +309,28 @@ class TritonCall:
         return self._plan(config, lists.list_query_tiles, self.N, config.block_n, self.G)
 
     def _plan(self, config: Config, kernel: Any, rows: int, block: int, heads: int) -> Plan:
+        found = self._plans.get((config, id(kernel)))
+        if found is not None:
+            return found
         table = write_table(self, config.block_m, config.block_n)
         n_tiles = self.count_tiles(rows, block)
         mask = self._list(table, kernel, n_tiles, config)
         place = self._place(table, self.H, self.H // self.G, n_tiles)
         rows_of_tiles = 1 if self.place_kind == DOCUMENTS else self.n_batches
-        return Plan(n_tiles * heads * rows_of_tiles, Call(place, mask, self.terms))
+        plan = Plan(n_tiles * heads * rows_of_tiles, Call(place, mask, self.terms))
+        if self.is_reusable:
+            self._plans[config, id(kernel)] = plan
+        return plan
 
     # ------------------------------------------------------------ masks
+
+    @property
+    def _n_intervals(self) -> int:
+        """How many tests of intervals a kernel is compiled with; 0 for a loop over many."""
+        if self.mask_kind != _INTERVALS:
+            return 0
+        n_intervals: int = self._test[4]
+        return n_intervals if n_intervals <= _FEW_INTERVALS else 0
 
     @cached_property
     def _test(self) -> tuple[Any, ...]:

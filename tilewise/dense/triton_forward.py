@@ -10,19 +10,16 @@ Units: scores as in `kernels/softmax.py`; lse natural, fp32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.launch import launch, relaunch
 from ..kernels.masks import BAND, key_span, partial_tile, visible, whole_tile
 from ..kernels.placement import FIRST_Q_TILE, locate
 from ..kernels.scores import add_terms, keep_tile
 from ..kernels.softmax import join_sink, softmax_end, softmax_step
-from ..kernels.structs import Operand, decode
+from ..kernels.structs import Operand, Statistics, code, decode
 from ..kernels.tiles import (
     clean_rows,
     dot_add,
@@ -35,7 +32,6 @@ from ..kernels.tiles import (
     zero_tile,
 )
 from .config import forward_config
-from .piece import Piece
 from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
 
 
@@ -102,18 +98,20 @@ def _visit(
     n = n0 + tl.arange(0, BLOCK_N)
     # Keys that no row of the tile sees may be NaN, or not there.
     mask_n = (n >= span.start) & (n < span.stop)
+    seen = m
+    if IS_PARTIAL:
+        seen = visible(call.mask, seq, h, m, n[None, :], m0, n0, BUILD)
+        if BUILD.mask != BAND:
+            mask_n = mask_n & (tl.max(seen.to(tl.int32), 0) > 0)
     k_base = bases[0] + n0.to(tl.int64) * k_stride
+    v_base = bases[1] + n0.to(tl.int64) * v_stride
     k_tile = load_tile(k_base, k_stride, mask_n, IS_PARTIAL, BLOCK_N, DIMS, BUILD.is_wide)
+    v_tile = load_tile(v_base, v_stride, mask_n, IS_PARTIAL, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
     s = dot_rows(q_tile, k_tile, DIMS, BUILD)
     if not BUILD.is_folded:
         s, _ = add_terms(s, terms, seq, h, m, n[None, :], BUILD)
-    v_base = bases[1] + n0.to(tl.int64) * v_stride
-    v_tile = load_tile(v_base, v_stride, mask_n, IS_PARTIAL, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
     if IS_PARTIAL:
-        seen = visible(call.mask, seq, h, m, n[None, :], m0, n0, BUILD.mask)
         s = tl.where(seen, s, float("-inf"))
-        if BUILD.mask != BAND:
-            v_tile = clean_rows(v_tile, tl.max(seen.to(tl.int32), 0) > 0, VALUE_DIMS)
     p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, terms.scale, BUILD.is_folded)
     if terms.rng is not None:
         p = tl.where(keep_tile(call, seq, h, m0, n0, False, BUILD), p, 0.0)
@@ -122,41 +120,40 @@ def _visit(
 
 
 class Forward:
-    """A forward made ready: everything but the tensors. A piece without other tensors than q, k and
-    v leaves none behind, so its forward runs again for others of the same layout.
+    """A forward made ready: everything but the tensors. That of a reusable call runs again for
+    others of the same layout and alignment.
 
     out is `[B, M, H, E]`, lse `[B, H, M]`. Nothing is checked here.
     """
 
-    def __init__(self, piece: Piece, out_dtype: torch.dtype) -> None:
-        (B, M, H, _), self.E = piece.q.shape, piece.v.shape[-1]
-        call = TritonCall(piece)
-        self.device, self.out_dtype = call.device, out_dtype
-        self.out_shape, self.lse_shape = (B, M, H, padded_dim(self.E)), (B, H, M)
-        self.config = forward_config(call.key)
-        plan = call.plan_rows(self.config)
-        self.grid = (plan.n_programs, 1, 1)
-        self.rest = (plan.call, call.build(plan, self.config))
-        # Where no input had to be copied, neither has one of the same layout and alignment.
+    def __init__(self, call: TritonCall, out_dtype: torch.dtype) -> None:
+        piece = call.piece
+        (B, M, H, _), self._E = piece.q.shape, piece.v.shape[-1]
+        self.call, self._dtypes = call, (out_dtype, torch.float32)
+        E = padded_dim(self._E)
+        self._shapes = (B, M, H, E), (B, H, M)
+        self._config = forward_config(call.key)
+        plan = call.plan_rows(self._config)
+        self._grid = (plan.n_programs, 1, 1)
+        self._rest = (plan.call, call.build(plan, self._config))
+        # Where no input had to be copied, neither has one like it.
         inputs = (piece.q, piece.k, piece.v)
         is_direct = all(x is y for x, y in zip(call.tensors, inputs, strict=True))
         self._strides = [operand[1:] for operand in call.qkv] if is_direct else None
-        self._compiled: Any = None
+        self._result_strides = (M * H * E, H * E, E), (code(H * M), code(M))
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tensors laid out and aligned as the piece's were."""
         if self._strides is None:
             operands = [TritonCall.operand(align_rows(x)) for x in (q, k, v)]
         else:
             operands = [Operand(x, *s) for x, s in zip((q, k, v), self._strides, strict=True)]
-        out = torch.empty(self.out_shape, dtype=self.out_dtype, device=self.device)
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
-        results = (TritonCall.operand(out), TritonCall.statistics(lse))
-        arguments = (*operands, *results, *self.rest)
-        if self._compiled is not None:
-            relaunch(self._compiled, self.grid, arguments, self.device)
-        else:
-            self._compiled = launch(
-                _attention_fwd_kernel, self.grid, self.config, arguments, self.device
-            )
-        return cut_rows(out, self.E), lse
+        out, lse = (
+            q.new_empty(shape, dtype=dtype)
+            for shape, dtype in zip(self._shapes, self._dtypes, strict=True)
+        )
+        strides, statistics = self._result_strides
+        results = Operand(out, *strides), Statistics(lse, *statistics)
+        self.call.launch(
+            _attention_fwd_kernel, self._grid, self._config, (*operands, *results, *self._rest)
+        )
+        return cut_rows(out, self._E), lse

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.launch import launch
-from ..kernels.masks import key_span, partial_tile, whole_tile
+from ..kernels.masks import key_span, partial_tile, visible, whole_tile
 from ..kernels.placement import FIRST_Q_TILE, locate
 from ..kernels.recompute import load_rows, recompute, store_rows
 from ..kernels.softmax import LOG2_E
@@ -81,8 +80,10 @@ def _attention_bwd_row_sums_kernel(
             v_ptr = v_base + n0.to(tl.int64) * v.stride_m
             k_tile = load_tile(k_ptr, k.stride_m, mask_n, True, BLOCK_N, DIMS, BUILD.is_wide)
             v_tile = load_tile(v_ptr, v.stride_m, mask_n, True, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
-            p, _, p_dp, _, _ = recompute(
-                q_tile, k_tile, v_tile, do_tile, statistics, call, seq, h, m0, n0,
+            m = (m0 + rows)[:, None]
+            seen = visible(call.mask, seq, h, m, n[None, :], m0, n0, BUILD)
+            p, _, p_dp, _ = recompute(
+                q_tile, k_tile, v_tile, do_tile, statistics, seen, call, seq, h, m0, n0,
                 True, False, False, BUILD,
             )  # fmt: skip
             total_p += tl.sum(p, 1)
@@ -116,7 +117,7 @@ def sum_rows(
     """Write the rows' numbers `[B, H, M, 4]`; without `has_delta` the delta in them stays."""
     config = row_sums_config(call.key)
     plan = call.plan_rows(config)
-    launch(
+    call.launch(
         _attention_bwd_row_sums_kernel,
         (plan.n_programs,),
         config,
@@ -125,5 +126,5 @@ def sum_rows(
             *(call.statistics(x) for x in (lse, dlse)), call.row_numbers(rows), plan.call,
             has_delta, call.build(plan, config, dout),
         ),
-        call.device,
+        *(has_delta, dlse is None),
     )  # fmt: skip

@@ -7,6 +7,7 @@ that is found once. Whatever is unusual about a call makes it a cold one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,19 @@ class Warm(NamedTuple):
 
     arguments: Arguments
     forward: Any
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse."""
+        out, lse = self.forward.run(q, k, v)
+        return out, lse
+
+    def gradients(self, saved: Sequence[Tensor], dout: Tensor, dlse: Tensor | None) -> list[Tensor]:
+        """Gradients of q, k and v. saved: q, k, v, out, lse."""
+        from .triton_backward import attention_gradients
+
+        q, k, v, out, lse = saved
+        call = self.forward.call.on(q, k, v)
+        return attention_gradients(call, (dout, dlse), (out, lse), [False] * 3)[:3]
 
 
 def key_of(
@@ -68,9 +82,12 @@ def keep(
     """Make the next call like this one a warm one."""
     if key is None or arguments.backend != "triton":
         return
+    from .triton_call import TritonCall
     from .triton_forward import Forward
 
     if len(_kept) >= _MOST_KEPT:
         _kept.clear()
     piece = Piece(q, k, v, arguments.mask, arguments.positions(q, k), arguments.terms)
-    _kept[key] = Warm(arguments, Forward(piece, dtype))
+    call = TritonCall(piece)
+    if call.is_reusable:
+        _kept[key] = Warm(arguments, Forward(call, dtype))

@@ -112,38 +112,46 @@ def partial_tile(mask, span, i, MASK: tl.constexpr):
 
 
 @triton.jit
-def visible(mask, seq, h, m, n, m0, n0, MASK: tl.constexpr):
+def visible(mask, seq, h, m, n, m0, n0, BUILD: tl.constexpr):
     """bool: does query m see key n? Local indices that broadcast against each other.
 
     m0, n0: the first of each; no tile crosses a bit tile.
     """
     # One comparison an element and side: the bounds belong to the rows.
-    if MASK == BAND:
+    if BUILD.mask == BAND:
         start = tl.maximum(m + seq.left, seq.low)
         stop = tl.where(m < seq.q_used, tl.minimum(m + seq.right + 1, seq.high), 0)
         seen = (n >= start) & (n < stop)
     else:
         seen = (n >= seq.low) & (n < tl.where(m < seq.q_used, seq.high, 0))
-        if MASK == INTERVALS:
-            seen = seen & _in_intervals(mask, seq, h, m, n)
+        if BUILD.mask == INTERVALS:
+            seen = seen & _in_intervals(mask, seq, h, m, n, BUILD.n_intervals)
         else:
             seen = seen & _bit(mask, seq, h, m, n, m0, n0)
     return seen
 
 
 @triton.jit
-def _in_intervals(mask, seq, h, m, n):
-    count = decode(mask.extent)
-    row = tl.minimum(seq.q_first + m, decode(mask.rows) - 1).to(tl.int64)
-    base = decode(mask.stride_b) * seq.batch.to(tl.int64) + tl.cast(h, tl.int64) * decode(
-        mask.stride_h
-    )
-    seen = (m + n) < 0
-    for t in range(0, count):
-        start = tl.load(mask.first + base + row * count + t) - seq.k_first
-        stop = tl.load(mask.second + base + row * count + t) - seq.k_first
-        seen = seen | ((n >= start) & (n < stop))
+def _in_intervals(mask, seq, h, m, n, N_INTERVALS: tl.constexpr):
+    row = tl.minimum(seq.q_first + m, decode(mask.rows) - 1).to(tl.int64) * decode(mask.extent)
+    base = decode(mask.stride_b) * seq.batch.to(tl.int64)
+    at = base + tl.cast(h, tl.int64) * decode(mask.stride_h) + row
+    if N_INTERVALS > 0:
+        seen = _in_interval(mask, seq, at, n)
+        for t in tl.static_range(1, N_INTERVALS):
+            seen = seen | _in_interval(mask, seq, at + t, n)
+    else:
+        seen = (m + n) < 0
+        for t in range(0, decode(mask.extent)):
+            seen = seen | _in_interval(mask, seq, at + t, n)
     return seen
+
+
+@triton.jit
+def _in_interval(mask, seq, at, n):
+    start = tl.load(mask.first + at) - seq.k_first
+    stop = tl.load(mask.second + at) - seq.k_first
+    return (n >= start) & (n < stop)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ FIRST_Q_TILE, FIRST_K_TILE, BATCH = tl.constexpr(13), tl.constexpr(14), tl.const
 # Beyond every index, with room to be added to one, and to be coded, in int32.
 FAR = tl.constexpr(1 << 28)
 _UNBOUNDED = tl.constexpr(1 << 40)
-_SEARCH = tl.constexpr(1024)
+_SEARCH = tl.constexpr(128)
 
 
 @triton.jit

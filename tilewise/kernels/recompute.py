@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .masks import visible
 from .scores import add_terms, keep_tile
 from .softmax import probabilities
 from .structs import decode
@@ -66,13 +65,14 @@ def store_rows(rows, batch, row, h, lse, delta, share, mask_m, BLOCK_M: tl.const
 
 @triton.jit
 def recompute(
-    q_tile, k_tile, v_tile, do_tile, statistics, call, seq, h, m0, n0,
+    q_tile, k_tile, v_tile, do_tile, statistics, seen, call, seq, h, m0, n0,
     IS_PARTIAL: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_SHARES: tl.constexpr,
     BUILD: tl.constexpr,
 ):  # fmt: skip
-    """P, P as dropout leaves it, dS, dS on its way to q . k, and who sees whom.
+    """P, P as dropout leaves it, dS, and dS on its way to q . k.
 
-    All `[m, n]`, or `[n, m]` where TRANSPOSED. dV still lacks dropout's 1 / (1 - p).
+    All `[m, n]`, or `[n, m]` where TRANSPOSED. seen: who sees whom, where IS_PARTIAL. dV still
+    lacks dropout's 1 / (1 - p).
     """
     BLOCK_M: tl.constexpr = BUILD.block_m
     BLOCK_N: tl.constexpr = BUILD.block_n
@@ -95,9 +95,7 @@ def recompute(
     capped = s
     if not BUILD.is_folded:
         s, capped = add_terms(s, terms, seq, h, m, n, BUILD)
-    seen = s
     if IS_PARTIAL:
-        seen = visible(call.mask, seq, h, m, n, m0, n0, BUILD.mask)
         s = tl.where(seen, s, float("-inf"))
     p = probabilities(s, lse, terms.scale, BUILD.is_folded)
     if HAS_SHARES:
@@ -114,4 +112,4 @@ def recompute(
     ds_inner = ds
     if BUILD.is_capped:
         ds_inner = ds - ds * capped * capped
-    return p, kept, ds, ds_inner, seen
+    return p, kept, ds, ds_inner

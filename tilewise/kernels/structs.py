@@ -173,7 +173,8 @@ class Build(NamedTuple):
     """What a kernel is compiled for. Everything in it is a constant to the kernel.
 
     dims, value_dims: head dims as `tiles.py` has them. place: UNIFORM, PADDED or PACKED. mask:
-    BAND, INTERVALS or BITS. is_folded: a score is nothing but the scaled product. is_capped: there
+    BAND, INTERVALS or BITS. n_intervals: of a row, 0 where the number is known at run time only.
+    is_folded: a score is nothing but the scaled product. is_capped: there
     is a softcap. is_grouped: see `scores.keep_tile`. bias_rows: see `scores.load_bias`. precision:
     of products. is_wide: offsets inside a tile may pass 2^31. is_added: results are added to what
     is there.
@@ -183,6 +184,7 @@ class Build(NamedTuple):
     value_dims: tuple[int, int, int]
     place: int
     mask: int
+    n_intervals: int
     is_folded: bool
     is_capped: bool
     is_grouped: bool
