@@ -301,7 +301,7 @@ for _name, _implementation, _fake in (
 # ---------------------------------------------------------------- autograd
 
 
-# What has no gradient in any case: bias, slopes and sinks of a warm call, and the rest.
+# What has no gradient in any case: a warm call's bias, slopes and sinks, and the last arguments.
 _NONE = (None,) * 7
 
 
@@ -314,16 +314,20 @@ class Attention(torch.autograd.Function):
         sinks: Tensor | None, rest: tuple[Any, ...], out_dtype: torch.dtype, lse_has_grad: bool,
         warm: Any = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.warm, ctx.lse_has_grad = warm, lse_has_grad
+        ctx.set_materialize_grads(False)
+        if warm is not None:
+            out, lse = warm.run(q, k, v)
+            ctx.save_for_backward(q, k, v, out, lse)
+            if not lse_has_grad:
+                ctx.mark_non_differentiable(lse)
+            return out, lse
         wanted = [ctx.needs_input_grad[i] for i in (3, 4, 5)]
         # delta = rowsum(dO * O) is all there is in the gradient of a sink and cancels in that of a
         # bias; with O rounded to 16 bits it would be over the error budget.
         wide = q.dtype == torch.float64 or any(wanted)
         stored = accumulator_of(q.dtype) if wide else out_dtype
-        ctx.warm = warm
-        if warm is not None:
-            out, lse = warm.run(q, k, v)
-        else:
-            out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, stored)
+        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, stored)
         arguments = Arguments(bias, slopes, sinks, *rest)
         ctx.save_for_backward(
             q, k, v, out, lse, bias, slopes, sinks, *arguments[3:8],
@@ -334,8 +338,6 @@ class Attention(torch.autograd.Function):
         ctx.mask = (arguments.mask_flags, arguments.mask_ints)
         ctx.scalars = arguments[14:]
         ctx.wanted = wanted
-        ctx.lse_has_grad = lse_has_grad
-        ctx.set_materialize_grads(False)
         if not lse_has_grad:
             ctx.mark_non_differentiable(lse)
         # torch 2.11's dynamo loses the gradient through a conversion that converts nothing.
@@ -344,24 +346,25 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        q, k, v, out, lse, bias, slopes, sinks = saved[:8]
+        q, k, v, out, lse, bias, slopes, sinks = (*saved[:8], *_NONE)[:8]
         if dout is None:
             dout = torch.zeros_like(out)
-        tail = list(saved[13:])
-        if ctx.warm is not None and not torch.is_grad_enabled():
-            return *ctx.warm.gradients(saved[:5], dout, dlse if ctx.lse_has_grad else None), *_NONE
+        dlse = dlse if ctx.lse_has_grad else None
         with torch.no_grad():
-            gradients = torch.ops.tilewise.attention_bwd(
-                dout, dlse if ctx.lse_has_grad else None, out, lse, q, k, v, bias, slopes, sinks,
-                *saved[8:13], *ctx.plain, tail[: ctx.n_starts], *ctx.mask, tail[ctx.n_starts :],
-                *ctx.scalars, ctx.wanted,
-            )  # fmt: skip
+            if ctx.warm is not None:
+                gradients, wanted = ctx.warm.gradients(saved, dout, dlse), (True, True, True)
+            else:
+                tail = list(saved[13:])
+                gradients = torch.ops.tilewise.attention_bwd(
+                    dout, dlse, out, lse, q, k, v, bias, slopes, sinks, *saved[8:13], *ctx.plain,
+                    tail[: ctx.n_starts], *ctx.mask, tail[ctx.n_starts :], *ctx.scalars, ctx.wanted,
+                )  # fmt: skip
+                wanted = (True, True, True, *ctx.wanted)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             inputs = (dout, dlse, q, k, v, bias, slopes, sinks)
             gradients = _FirstDerivative.apply(len(inputs), *inputs, *gradients)
-        wanted = (True, True, True, *ctx.wanted)
-        kept = (g if want else None for g, want in zip(gradients, wanted, strict=True))
-        return *kept, *_NONE[3:]
+        kept = [g if want else None for g, want in zip(gradients, wanted, strict=True)]
+        return (*kept, *_NONE)[:10]
 
 
 class _FirstDerivative(torch.autograd.Function):

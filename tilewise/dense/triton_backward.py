@@ -358,7 +358,7 @@ def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients
     for keys in config.keys:
         _launch_keys(call, upstream, gradients, keys)
     plan = call.plan_rows(config.rows)
-    build = call.build(plan, config.rows, gradients.dq, upstream.dout.ptr)
+    build = call.build(config.rows, gradients.dq, upstream.dout.ptr)
     call.launch(
         _attention_bwd_rows_kernel,
         (plan.n_programs,),
@@ -385,7 +385,7 @@ def _launch_keys(
             torch.empty(n_shares * x.shape[0], *x.shape[1:], dtype=torch.float32, device=x.device)
             for x in wanted
         ]
-    build = call.build(plan, config, *targets, upstream.dout.ptr)
+    build = call.build(config, *targets, upstream.dout.ptr)
     call.launch(
         _attention_bwd_keys_kernel,
         (plan.n_programs, n_shares),

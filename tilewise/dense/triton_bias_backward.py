@@ -135,7 +135,7 @@ def bias_gradient(call: TritonCall, bias: Tensor, upstream: Upstream, row_sums: 
         config,
         (
             *call.qkv, upstream, target, plan.call._replace(place=place), n_row_tiles, n_key_tiles,
-            rows > 1, call.build(plan, config, upstream.dout.ptr),
+            rows > 1, call.build(config, upstream.dout.ptr),
         ),
     )  # fmt: skip
     return _sum_to(gradient, bias)

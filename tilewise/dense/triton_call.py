@@ -110,6 +110,7 @@ class TritonCall:
         self.is_reusable = self.place_kind == UNIFORM and all(x is None for x in extras)
         self.is_reusable = self.is_reusable and self.mask_kind == _BAND
         self._plans: dict[Any, Plan] = {}
+        self._builds: dict[Any, Build] = {}
         self._compiled: dict[Any, Any] = {}
 
     def on(self, q: Tensor, k: Tensor, v: Tensor) -> TritonCall:
@@ -219,11 +220,18 @@ class TritonCall:
         strides = code(stride_b), code(stride_h), code(stride_m), code(stride_n)
         return Bias(bias, *strides, rows, cols)
 
-    def build(self, plan: Plan, config: Config, *others: Tensor) -> Build:
+    def build(self, config: Config, *others: Tensor) -> Build:
         """What a kernel of this call is compiled for.
 
         others: what else it reads or writes by rows.
         """
+        key = (config, self.is_wide(*others))
+        found = self._builds.get(key)
+        if found is None:
+            found = self._builds[key] = self._build(*key)
+        return found
+
+    def _build(self, config: Config, is_wide: bool) -> Build:
         terms, k_start, bias_rows = self.piece.terms, self.piece.positions.k_start, 0
         is_grouped = k_start is None or (isinstance(k_start, int) and k_start % 4 == 0)
         # Elsewhere a tile starts where a sequence does, at key 0 of it.
@@ -241,7 +249,7 @@ class TritonCall:
             is_grouped,
             bias_rows,
             self.precision,
-            self.is_wide(*others),
+            is_wide,
             False,
             config.block_m,
             config.block_n,

@@ -135,7 +135,7 @@ class Forward:
         self._config = forward_config(call.key)
         plan = call.plan_rows(self._config)
         self._grid = (plan.n_programs, 1, 1)
-        self._rest = (plan.call, call.build(plan, self._config))
+        self._rest = (plan.call, call.build(self._config))
         # Where no input had to be copied, neither has one like it.
         inputs = (piece.q, piece.k, piece.v)
         is_direct = all(x is y for x, y in zip(call.tensors, inputs, strict=True))

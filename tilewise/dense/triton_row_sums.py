@@ -124,7 +124,7 @@ def sum_rows(
         (
             *call.qkv, call.operand(dout),
             *(call.statistics(x) for x in (lse, dlse)), call.row_numbers(rows), plan.call,
-            has_delta, call.build(plan, config, dout),
+            has_delta, call.build(config, dout),
         ),
         *(has_delta, dlse is None),
     )  # fmt: skip
