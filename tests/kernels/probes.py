@@ -189,7 +189,7 @@ def visit(call: TritonCall, by_rows: bool, block_m: int, block_n: int) -> Visits
     seen = torch.zeros(call.B, call.H, rows, cols, dtype=torch.int32)
     tiles = torch.zeros(plan.n_programs, n_heads, width, dtype=torch.int32)
     places = torch.full((plan.n_programs, len(FIELDS) + 2), -77, dtype=torch.int32)
-    build = call.build(plan, config)
+    build = call.build(config)
     arguments = (
         seen, tiles, places, plan.call, n_heads, call.H, rows, cols, by_rows, width, build,
     )  # fmt: skip

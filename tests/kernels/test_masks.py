@@ -155,6 +155,28 @@ def test_any_mask_over_plain_storage(data: st.DataObject) -> None:
 # ---------------------------------------------------------------- by hand
 
 
+@pytest.mark.parametrize("right", [0, 6, 7, 8])
+@pytest.mark.parametrize("left", [None, 7, 8, 15])
+def test_bands_whose_edges_are_those_of_tiles(left: int | None, right: int) -> None:
+    """The window's edges fall on a tile's, or one beside; so do the bounds of keys."""
+    at = Positions(1, 1, 24, 40)
+    window = tw.window(left, right)
+    for bounds in (tw.full(), tw.left_padding(8) & tw.key_padding(32), tw.left_padding(9)):
+        visible = (window & bounds).dense(1, 1, 24, 40)
+        assert assert_visits(window & bounds, at, visible, (8, 8)) == BAND
+
+
+@pytest.mark.parametrize("used", [15, 16, 17])
+def test_used_lengths_that_end_with_a_tile_or_beside_it(used: int) -> None:
+    lengths = torch.tensor([used])
+    at = Positions(1, 1, 24, 24, seqused_q=lengths, seqused_k=lengths)
+    all_bits = tw.blocks(torch.ones(1, 1, dtype=torch.bool))
+    for mask in (tw.full(), tw.window(9, 0), tw.causal() | tw.prefix(3), ~tw.causal(), all_bits):
+        visible = torch.zeros(1, 1, 24, 24, dtype=torch.bool)
+        visible[..., :used, :used] = mask.dense(1, 1, used, used)
+        assert_visits(mask, at, visible, (8, 8))
+
+
 DOCUMENTS = {
     "one row for all": tw.documents([0, 5, 5, 30, 41]),
     "a row each": tw.documents([[0, 41, 41], [0, 3, 12]]),

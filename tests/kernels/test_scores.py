@@ -43,7 +43,7 @@ def keep(
     config = Config(16, 8, 4, 1)
     call = make_call(tw.full(), at, (6, 2), dropout_p=p, rng=rng)
     plan = call.plan_rows(config)
-    build = call.build(plan, config)
+    build = call.build(config)
     kept = torch.full((8, 16) if transposed else (16, 8), 7, dtype=torch.int32)
     launch(_keep_kernel, (1,), config, (kept, plan.call, *corner, transposed, build), DEVICE)
     assert bool(((kept == 0) | (kept == 1)).all())
