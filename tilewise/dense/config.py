@@ -46,6 +46,45 @@ def _apart(dk: Config, dv: Config) -> tuple[KeysConfig, ...]:
     return KeysConfig(True, False, dk), KeysConfig(False, True, dv)
 
 
+class _Row(NamedTuple):
+    """Tiles for head dims up to a width."""
+
+    width: int
+    forward: Config
+    backward: BackwardConfig
+
+
+# Wherever nothing was measured: what spills little on sm_80 to sm_120 and on CDNA, and fits in the
+# 99 KiB of shared memory of sm_86, sm_89 and sm_120 and in the 64 KiB of gfx942
+# (`make compile-test`, Triton 3.6 and 3.9).
+_ELSEWHERE = (
+    _Row(
+        64,
+        Config(128, 64, 8, 3),
+        BackwardConfig(_together(64, 32, 4, 2), Config(64, 64, 4, 2)),
+    ),
+    _Row(
+        128,
+        Config(128, 64, 8, 2),
+        BackwardConfig(_together(32, 64, 8, 2), Config(64, 64, 8, 2)),
+    ),
+    _Row(
+        192,
+        Config(64, 32, 8, 2),
+        BackwardConfig(_apart(Config(32, 32, 4, 1), Config(32, 64, 8, 1)), Config(64, 32, 8, 2)),
+    ),
+    _Row(
+        256,
+        Config(64, 32, 8, 2),
+        BackwardConfig(_apart(Config(32, 32, 4, 1), Config(32, 64, 8, 1)), Config(64, 16, 8, 1)),
+    ),
+)
+
+
+def _elsewhere(key: Key) -> _Row:
+    return next(row for row in _ELSEWHERE if key.width <= row.width)
+
+
 # Measured on an H200 with Triton 3.6 (2026-11-29): the best of 7 to 14 each, at 16k and 4k tokens.
 def forward_config(key: Key) -> Config:
     if key.architecture == "interpreter":
@@ -55,6 +94,8 @@ def forward_config(key: Key) -> Config:
         return Config(32, 32, 4, 1) if key.width <= 128 else Config(16, 16, 4, 1)
     if key.is_heavy:
         return Config(64, 64, 8, 2) if key.width <= 128 else Config(128, 32, 8, 2)
+    if key.architecture != "sm_90":
+        return _elsewhere(key).forward
     if key.width <= 64:
         return Config(128, 64, 8, 3)
     if key.width <= 128:
@@ -65,6 +106,16 @@ def forward_config(key: Key) -> Config:
 
 
 def backward_config(key: Key) -> BackwardConfig:
+    config = _backward_config(key)
+    if not key.architecture.startswith("gfx"):
+        return config
+    # Where loads are pipelined, Triton 3.6 to 3.9 takes the bits of a test or of dropout from one
+    # layout to another through shared memory, and fails: AMD's backend stores no single bits.
+    keys = (x._replace(config=x.config._replace(num_stages=1)) for x in config.keys)
+    return config._replace(keys=tuple(keys))
+
+
+def _backward_config(key: Key) -> BackwardConfig:
     if key.architecture == "interpreter":
         return BackwardConfig(_together(32, 32, 4, 1), Config(32, 32, 4, 1))
     if key.dtype == torch.float32:
@@ -76,6 +127,8 @@ def backward_config(key: Key) -> BackwardConfig:
             return BackwardConfig(_together(32, 64, 8, 2), Config(64, 64, 8, 2))
         apart = _apart(Config(32, 64, 8, 2), Config(32, 64, 8, 2))
         return BackwardConfig(apart, Config(64, 32, 8, 2))
+    if key.architecture != "sm_90":
+        return _elsewhere(key).backward
     if key.width <= 64:
         return BackwardConfig(_together(64, 64, 4, 2), Config(64, 64, 4, 3))
     if key.width <= 96:
