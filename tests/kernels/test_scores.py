@@ -71,6 +71,23 @@ def test_every_share(p: float, transposed: bool, k_start: int | None) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("k_start", [None, 6])
+def test_a_word_at_the_threshold_is_kept(k_start: int | None, transposed: bool) -> None:
+    """And one below it is not."""
+    seed, offset = torch.tensor([5, 9]).unbind(0)
+    zero = torch.zeros((), dtype=torch.int64)
+    group, lane = divmod(k_start or 0, 4)
+    words = philox.philox4x32((offset, zero, zero, zero + group), (seed, zero))
+    word = int(words[lane])
+    at = Positions(1, 6, 50, 60, k_start=k_start)
+    for threshold, is_kept in ((word, True), (word + 1, False)):
+        p = threshold / (1 << 32)
+        got, _ = keep(at, torch.tensor([5, 9]), p, (0, 0, 0, 0), transposed)
+        assert bool(got[0, 0]) == is_kept
+        assert torch.equal(got, expected(torch.tensor([5, 9]), p, 0, (0, k_start or 0)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
 def test_a_share_so_near_one_that_nothing_is_kept(transposed: bool) -> None:
     """round(p 2^32) is 2^32 there, which no 32-bit word reaches."""
     for k_start in (None, 6):
