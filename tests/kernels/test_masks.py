@@ -40,6 +40,8 @@ def assert_visits(
 ) -> int:
     """Hold a call's visits against `visible` `[batch, H, M, N]` of storage; returns its kind."""
     call = make_call(mask, at, (at.H, at.H // group))
+    # Read one element at a time below.
+    visible = visible.cpu()
     for by_rows in (True, False):
         found = visit(call, by_rows, *blocks)
         expected = torch.zeros_like(found.seen)
