@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.band import Band
+from ..core.mask import UNBOUNDED
 from ..kernels import placement
 from ..kernels.launch import Config, launch
 from ..kernels.structs import Lengths, code
@@ -40,8 +41,7 @@ def uniform_fields(call: TritonCall) -> tuple[int, ...]:
     """The fields of every sequence of a call without lengths, coded."""
     i_base, j_base = starts_of(call)
     shift, position = _shifts(call)
-    band = call.band or Band()
-    left, right = (max(-FAR, min(FAR, x)) for x in (position - band.left, position + band.right))
+    left, right = (max(-FAR, min(FAR, x)) for x in _edges(position, call.band or Band()))
     fields = (call.M, call.N, 0, call.N, left, right, shift, i_base, j_base)
     return tuple(code(x) for x in fields)
 
@@ -52,6 +52,14 @@ def _shifts(call: TritonCall) -> tuple[int, int]:
     shift = i_base - j_base if call.piece.positions.is_piece else call.N - call.M
     offset = None if call.band is None else call.band.offset
     return shift, i_base - j_base + offset if isinstance(offset, int) else shift
+
+
+def _edges(position: int, band: Band) -> tuple[int, int]:
+    """A window's edges for a query at `position`, as int32; beyond every index where unbounded."""
+    beyond = 3 * FAR
+    left = -beyond if band.left == UNBOUNDED else position - band.left
+    right = beyond if band.right == UNBOUNDED else position + band.right
+    return max(-beyond, min(beyond, left)), max(-beyond, min(beyond, right))
 
 
 def write_table(call: TritonCall, block_m: int, block_n: int) -> Tensor | None:
@@ -70,6 +78,7 @@ def _write_sequences(call: TritonCall, table: Tensor, block_m: int, block_n: int
     positions, band = call.piece.positions, call.band or Band()
     offset = band.offset
     offsets = offset if isinstance(offset, Tensor) else None
+    own = offset if isinstance(offset, int) else 0
     ones = (offsets, band.lows, band.highs)
     lengths = Lengths(
         positions.cu_seqlens_q,
@@ -85,8 +94,8 @@ def _write_sequences(call: TritonCall, table: Tensor, block_m: int, block_n: int
         (1,),
         _CONFIG,
         (
-            table, lengths, call.n_sequences, call.M, call.N, *starts_of(call), band.left,
-            band.right, offset if isinstance(offset, int) else 0, positions.is_piece,
+            table, lengths, call.n_sequences, call.M, call.N, *starts_of(call),
+            *_edges(own, band), positions.is_piece,
             isinstance(offset, int),
             sum(1 << i for i, x in enumerate(ones) if x is not None and x.numel() == 1),
             block_m, block_n, _BLOCK,
@@ -108,7 +117,7 @@ def _write_documents(call: TritonCall, table: Tensor, block_m: int, block_n: int
         (
             table, cu_seqlens, call.n_sequences, call.n_documents,
             0 if is_shared else cu_seqlens.shape[1], call.M, call.N, *starts_of(call), shift,
-            position - band.left, position + band.right, block_m, block_n, _BLOCK,
+            *_edges(position, band), block_m, block_n, _BLOCK,
         ),
         call.device,
     )  # fmt: skip

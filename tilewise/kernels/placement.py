@@ -25,7 +25,6 @@ FIELDS = tl.constexpr(16)
 FIRST_Q_TILE, FIRST_K_TILE, BATCH = tl.constexpr(13), tl.constexpr(14), tl.constexpr(15)
 # Beyond every index, with room to be added to one, and to be coded, in int32.
 FAR = tl.constexpr(1 << 28)
-_UNBOUNDED = tl.constexpr(1 << 40)
 _SEARCH = tl.constexpr(128)
 
 
@@ -132,18 +131,18 @@ def _decode_fields(fields, index):
 
 @triton.jit(
     do_not_specialize=[
-        "n_sequences", "M", "N", "q_start", "k_start", "left", "right", "mask_offset"
+        "n_sequences", "M", "N", "q_start", "k_start", "left", "right"
     ]
 )  # fmt: skip
 def place_sequences(
-    table, lengths, n_sequences, M, N, q_start, k_start, left, right, mask_offset,
+    table, lengths, n_sequences, M, N, q_start, k_start, left, right,
     IS_PIECE: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the table of a call. One program. What lengths claim is cut to what is stored.
 
-    left, right: a window's bounds. mask_offset: its own offset where HAS_OFFSET. ONE: bits 1, 2
-    and 4 say that offsets, lows or highs have one entry.
+    left, right: a window's edges for a query at position 0, with HAS_OFFSET at its own offset. ONE:
+    bits 1, 2 and 4 say that offsets, lows or highs have one entry.
     """
     q_tiles = 0
     k_tiles = 0
@@ -174,13 +173,11 @@ def place_sequences(
             shift = i_base - j_base
         else:
             shift = k_used - q_used
-        # 64-bit up to the last clamp: offsets and bounds may be anything.
-        position = shift.to(tl.int64)
+        position = shift
         if HAS_OFFSET:
-            position = (i_base - j_base).to(tl.int64) + mask_offset
+            position = i_base - j_base
         if lengths.offsets is not None:
-            own_offset = _one_or_each(lengths.offsets, rows, own, ONE & 1)
-            position = (i_base - j_base).to(tl.int64) + own_offset
+            position = i_base - j_base + _one_or_each(lengths.offsets, rows, own, ONE & 1)
         low = tl.zeros((BLOCK,), tl.int32)
         high = k_used
         if lengths.lows is not None:
@@ -192,7 +189,7 @@ def place_sequences(
         high = tl.where(own, tl.maximum(high, low), low)
         stored = (q_first, q_stored, k_first, k_stored)
         used = (tl.where(own, q_used, 0), tl.where(own, k_used, 0), low, high)
-        bounds = (position - left, position + right)
+        bounds = (position + left, position + right)
         tiles = (q_tiles, k_tiles)
         q_tiles, k_tiles = _write_rows(
             table, rows, live, stored, used, bounds, (shift, i_base, j_base), rows * 0, tiles,
@@ -235,7 +232,7 @@ def place_documents(
         q_end = tl.where(is_last, M, _clamp(last - shift, 0, M))
         q_stored, k_stored = tl.maximum(q_end - q_first, 0), tl.maximum(k_end - k_first, 0)
         high = tl.where(has_edge & (is_last == 0), k_stored, 0)
-        apart = (q_first - k_first).to(tl.int64)
+        apart = q_first - k_first
         bases = (_clamp(apart + shift, -FAR, FAR), q_first + q_start, k_first + k_start)
         stored = (q_first, q_stored, k_first, k_stored)
         used = (q_stored, k_stored, rows * 0, high)
@@ -301,9 +298,7 @@ def _at(starts, rows, own, start):
 
 @triton.jit
 def _one_or_each(values, rows, own, IS_ONE: tl.constexpr):
-    """int64, and no larger than what sums of a few can hold."""
     if IS_ONE:
-        value = tl.load(values).to(tl.int64)
+        return _clamp(tl.load(values), -2 * FAR, 2 * FAR)
     else:
-        value = tl.load(values + rows, mask=own, other=0).to(tl.int64)
-    return tl.minimum(tl.maximum(value, -_UNBOUNDED), _UNBOUNDED)
+        return _clamp(tl.load(values + rows, mask=own, other=0), -2 * FAR, 2 * FAR)
