@@ -279,7 +279,7 @@ def _attention_bwd_fake(
     extras = (arguments.bias, arguments.alibi_slopes, arguments.sinks)
     gradients = [x.new_empty(x.shape) for x in (q, k, v)]
     gradients += [
-        x.new_empty(x.shape) if x is not None and want else q.new_empty(0)
+        x.new_empty(x.shape) if x is not None and want else lse.new_empty(0)
         for x, want in zip(extras, wanted, strict=True)
     ]
     return tuple(gradients)

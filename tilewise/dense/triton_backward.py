@@ -292,7 +292,7 @@ def attention_gradients(
     dq, dk, dv = (new_rows(x.shape, x.dtype, x.device) for x in inputs)
     slopes = torch.empty_like(lse) if wanted[1] else None
     _launch_gradients(call, above, Gradients(dq, dk, dv, slopes))
-    extras = [lse.new_empty(0)] * 3
+    extras = [lse.new_empty(0) for _ in range(3)]
     if wanted[1] and terms.alibi_slopes is not None and slopes is not None:
         extras[1] = _slope_gradient(call, terms.alibi_slopes, slopes)
     if wanted[0] or wanted[2]:
@@ -348,8 +348,7 @@ def _multiply_rows(
             call.row_numbers(rows),
             call.M, call.H, call.dims[1], call.is_wide(out, dout), config.block_m,
         ),
-        out.dtype,
-        dlse is None,
+        *(out.dtype, dlse is None, call.layout_tag(out, dout)),
     )  # fmt: skip
 
 
@@ -367,7 +366,7 @@ def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients
             *call.qkv, upstream, call.operand(gradients.dq), call.statistics(gradients.slopes),
             plan.call, build._replace(is_added=gradients.is_added),
         ),
-        gradients.is_added,
+        *(gradients.is_added, call.layout_tag(upstream.dout.ptr, gradients.dq)),
     )  # fmt: skip
 
 
@@ -395,7 +394,7 @@ def _launch_keys(
             -(-(call.H // call.G) // n_shares), keys.has_k, keys.has_v,
             build._replace(is_added=gradients.is_added and n_shares == 1),
         ),
-        *(gradients.is_added, keys.has_k, keys.has_v),
+        *(gradients.is_added, keys.has_k, keys.has_v, call.layout_tag(upstream.dout.ptr, *wanted)),
     )  # fmt: skip
     if n_shares == 1:
         return

@@ -124,7 +124,7 @@ def bias_gradient(call: TritonCall, bias: Tensor, upstream: Upstream, row_sums: 
     plan = call.plan_rows(config)
     n_sequences = call.piece.positions.B
     rows, cols = bias.shape[2:]
-    shape = tuple(bias.shape) if rows > 1 else (n_sequences, call.H, 1, cols)
+    shape = tuple(bias.shape) if rows != 1 else (n_sequences, call.H, 1, cols)
     gradient = torch.empty(shape, dtype=torch.float32, device=bias.device)
     n_row_tiles, n_key_tiles = -(-rows // config.block_m), -(-cols // config.block_n)
     target = call.bias_operand(gradient)._replace(rows=code(rows), cols=code(cols))
@@ -135,7 +135,7 @@ def bias_gradient(call: TritonCall, bias: Tensor, upstream: Upstream, row_sums: 
         config,
         (
             *call.qkv, upstream, target, plan.call._replace(place=place), n_row_tiles, n_key_tiles,
-            rows > 1, call.build(config, upstream.dout.ptr),
+            rows != 1, call.build(config, upstream.dout.ptr),
         ),
     )  # fmt: skip
     return _sum_to(gradient, bias)

@@ -185,6 +185,11 @@ class TritonCall:
         """Whether an offset inside a tile may pass 2^31."""
         return any(256 * x.stride(1) >= 1 << 31 for x in (*self.tensors, *others))
 
+    def layout_tag(self, *others: Tensor) -> tuple[bool, bool]:
+        """What a kernel's binary knows of the layout of tensors that are not the call's own."""
+        is_long = any(stride >= 1 << 31 for x in others for stride in x.stride())
+        return self.is_wide(*others), is_long
+
     # ------------------------------------------------------------ terms
 
     @cached_property

@@ -68,7 +68,7 @@ def _attention_bwd_row_sums_kernel(
         do_tile = load_tile(do_base, dout.stride_m, owned, True, BLOCK_M, VALUE_DIMS, BUILD.is_wide)
         span = key_span(call.mask, seq, h, tile, list_tile, BUILD)
         # With a delta of 0, dS is P dP.
-        statistics = (row_lse, row_lse * 0.0, row_lse)
+        statistics = (row_lse, tl.zeros((BLOCK_M,), tl.float32), row_lse)
         for i in range(0, span.n_whole + span.n_partial):
             if i < span.n_whole:
                 n0 = whole_tile(call.mask, span, i, BUILD.mask) * BLOCK_N
@@ -126,5 +126,5 @@ def sum_rows(
             *(call.statistics(x) for x in (lse, dlse)), call.row_numbers(rows), plan.call,
             has_delta, call.build(config, dout),
         ),
-        *(has_delta, dlse is None),
+        *(has_delta, dlse is None, call.layout_tag(dout)),
     )  # fmt: skip

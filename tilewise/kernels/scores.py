@@ -110,8 +110,10 @@ def keep_tile(call, seq, h, m0, n0, TRANSPOSED: tl.constexpr, BUILD: tl.constexp
         w0, w1, w2, w3 = _philox(seed, offset, row, i, (j >> 2).to(tl.uint32))
         lane = j & 3
         words = tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
-    drop_below = decode(call.terms.drop_high).to(tl.uint32) << 16
-    return words >= drop_below | decode(call.terms.drop_low).to(tl.uint32)
+    high = decode(call.terms.drop_high)
+    drop_below = (high.to(tl.uint32) << 16) | decode(call.terms.drop_low).to(tl.uint32)
+    # A threshold of 2^32 drops every word.
+    return (words >= drop_below) & (high < 65536)
 
 
 @triton.jit
