@@ -46,6 +46,14 @@ def _apart(dk: Config, dv: Config) -> tuple[KeysConfig, ...]:
     return KeysConfig(True, False, dk), KeysConfig(False, True, dv)
 
 
+def _unpipelined(keys: tuple[KeysConfig, ...]) -> tuple[KeysConfig, ...]:
+    return tuple(x._replace(config=x.config._replace(num_stages=1)) for x in keys)
+
+
+# With 227 KiB of shared memory, and matrix units that want 64 rows at least.
+_HOPPER_LIKE = ("sm_90", "sm_100", "sm_103")
+
+
 class _Row(NamedTuple):
     """Tiles for head dims up to a width."""
 
@@ -54,14 +62,19 @@ class _Row(NamedTuple):
     backward: BackwardConfig
 
 
-# Wherever nothing was measured: what spills little on sm_80 to sm_120 and on CDNA, and fits in the
-# 99 KiB of shared memory of sm_86, sm_89 and sm_120 and in the 64 KiB of gfx942
+# Wherever nothing was measured: what spills little on sm_80, sm_89, sm_120 and CDNA, and fits in
+# the 99 KiB of shared memory of sm_86, sm_89 and sm_120 and in the 64 KiB of gfx942
 # (`make compile-test`, Triton 3.6 and 3.9).
 _ELSEWHERE = (
     _Row(
         64,
         Config(128, 64, 8, 3),
         BackwardConfig(_together(64, 32, 4, 2), Config(64, 64, 4, 2)),
+    ),
+    _Row(
+        96,
+        Config(128, 64, 8, 2),
+        BackwardConfig(_together(16, 64, 4, 2), Config(64, 64, 4, 2)),
     ),
     _Row(
         128,
@@ -82,7 +95,13 @@ _ELSEWHERE = (
 
 
 def _elsewhere(key: Key) -> _Row:
-    return next(row for row in _ELSEWHERE if key.width <= row.width)
+    row = next(row for row in _ELSEWHERE if key.width <= row.width)
+    if not key.is_heavy:
+        return row
+    # Loads of a bias or a test are pipelined too, and take as much again.
+    keys, rows = row.backward
+    backward = BackwardConfig(_unpipelined(keys), rows._replace(num_stages=1))
+    return _Row(row.width, row.forward._replace(num_stages=1), backward)
 
 
 # Measured on an H200 with Triton 3.6 (2026-11-29): the best of 7 to 14 each, at 16k and 4k tokens.
@@ -92,10 +111,12 @@ def forward_config(key: Key) -> Config:
     if key.dtype == torch.float32:
         # Three tf32 products hold each operand in two halves: little fits into registers.
         return Config(32, 32, 4, 1) if key.width <= 128 else Config(16, 16, 4, 1)
-    if key.is_heavy:
-        return Config(64, 64, 8, 2) if key.width <= 128 else Config(128, 32, 8, 2)
-    if key.architecture != "sm_90":
+    if key.is_heavy and key.width <= 128:
+        return Config(64, 64, 8, 2)
+    if key.architecture not in _HOPPER_LIKE:
         return _elsewhere(key).forward
+    if key.is_heavy:
+        return Config(128, 32, 8, 2)
     if key.width <= 64:
         return Config(128, 64, 8, 3)
     if key.width <= 128:
@@ -111,8 +132,7 @@ def backward_config(key: Key) -> BackwardConfig:
         return config
     # Where loads are pipelined, Triton 3.6 to 3.9 takes the bits of a test or of dropout from one
     # layout to another through shared memory, and fails: AMD's backend stores no single bits.
-    keys = (x._replace(config=x.config._replace(num_stages=1)) for x in config.keys)
-    return config._replace(keys=tuple(keys))
+    return config._replace(keys=_unpipelined(config.keys))
 
 
 def _backward_config(key: Key) -> BackwardConfig:
@@ -122,13 +142,13 @@ def _backward_config(key: Key) -> BackwardConfig:
         if key.width <= 128:
             return BackwardConfig(_together(32, 16, 4, 1), Config(16, 32, 4, 1))
         return BackwardConfig(_together(16, 16, 4, 1), Config(16, 16, 4, 1))
+    if key.is_heavy and key.width <= 128:
+        return BackwardConfig(_together(32, 64, 8, 2), Config(64, 64, 8, 2))
+    if key.architecture not in _HOPPER_LIKE:
+        return _elsewhere(key).backward
     if key.is_heavy:
-        if key.width <= 128:
-            return BackwardConfig(_together(32, 64, 8, 2), Config(64, 64, 8, 2))
         apart = _apart(Config(32, 64, 8, 2), Config(32, 64, 8, 2))
         return BackwardConfig(apart, Config(64, 32, 8, 2))
-    if key.architecture != "sm_90":
-        return _elsewhere(key).backward
     if key.width <= 64:
         return BackwardConfig(_together(64, 64, 4, 2), Config(64, 64, 4, 3))
     if key.width <= 96:
@@ -138,7 +158,9 @@ def _backward_config(key: Key) -> BackwardConfig:
     if key.width <= 192:
         keys = _apart(Config(64, 128, 8, 2), Config(64, 128, 8, 2))
         return BackwardConfig(keys, Config(128, 64, 8, 2))
-    keys = _apart(Config(32, 128, 8, 3), Config(32, 128, 8, 3))
+    # On Blackwell a third stage would be more than there is.
+    stages = 3 if key.architecture == "sm_90" else 2
+    keys = _apart(Config(32, 128, 8, stages), Config(32, 128, 8, stages))
     return BackwardConfig(keys, Config(128, 64, 8, 1))
 
 
