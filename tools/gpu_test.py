@@ -1,9 +1,9 @@
 """The suite on a GPU, and the record that the kernels of this checkout passed it.
 
-`make gpu-test` runs `tilewise verify --all` (one process for each op), and the contract, the cases,
-the drop-in and tests/gpu on several workers, all at once on one GPU. If everything passes it writes
-benchmarks/results/gpu-verify.json with the hash of the kernel sources, which CI holds against the
-sources it tests: a kernel that changed since must run again, or stand in
+`make gpu-test` runs `tilewise verify --all` (a process for each op and dtype), and the contract,
+the cases, the drop-in, tests/kernels and tests/gpu on several workers, all at once on one GPU. If
+everything passes it writes benchmarks/results/gpu-verify.json with the hash of the kernel sources,
+which CI holds against the sources it tests: a kernel that changed since must run again, or stand in
 benchmarks/results/UNVERIFIED.md with the reason.
 """
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = "benchmarks/results/gpu-verify.json"
 EXCUSES = "benchmarks/results/UNVERIFIED.md"
 DEVICE = "cuda"
-SUITES = ("tests/contract", "tests/cases", "tests/flash_attn", "tests/gpu")
+SUITES = ("tests/contract", "tests/cases", "tests/flash_attn", "tests/kernels", "tests/gpu")
 # What runs on a GPU or says how: one place for the tool and for CI.
 KERNELS = (
     "tilewise/kernels/*.py",
@@ -216,19 +216,19 @@ def _pytest(workers: int, logs: Path) -> list[str]:
 
 
 def _start_verifying(logs: Path) -> dict[str, subprocess.Popen[bytes]]:
-    """`tilewise verify --all` is every op in every dtype; each op in a process of its own."""
+    """`tilewise verify --all` is every op in every dtype; here each in a process of its own."""
     from tilewise.catalog import OPS
+    from tilewise.cli.options import DTYPES
 
     found = {}
     for op in OPS:
-        command = [sys.executable, "-m", "tilewise.cli", "verify", op.name, "--dtype", "all"]
-        with (
-            (logs / f"{op.name}.json").open("wb") as out,
-            (logs / f"{op.name}.log").open("wb") as e,
-        ):
-            found[op.name] = subprocess.Popen(
-                [*command, "--device", DEVICE, "--json"], cwd=ROOT, stdout=out, stderr=e
-            )
+        for dtype in DTYPES:
+            name = f"{op.name}-{dtype}"
+            command = [sys.executable, "-m", "tilewise.cli", "verify", op.name, "--dtype", dtype]
+            with (logs / f"{name}.json").open("wb") as out, (logs / f"{name}.log").open("wb") as e:
+                found[name] = subprocess.Popen(
+                    [*command, "--device", DEVICE, "--json"], cwd=ROOT, stdout=out, stderr=e
+                )
     return found
 
 
