@@ -243,7 +243,10 @@ class TritonCall:
         is_grouped = is_grouped and self.place_kind != DOCUMENTS
         bias = terms.bias
         if bias is not None and bias.shape[3] > 1 and bias.stride(3) == 1:
-            bias_rows = 8 if bias.shape[2] == 1 or bias.stride(2) % 8 == 0 else 1
+            strides = [
+                s for s, size in zip(bias.stride(), bias.shape[:3], strict=False) if size > 1
+            ]
+            bias_rows = 8 if all(stride % 8 == 0 for stride in strides) else 1
         return Build(
             *self.dims,
             self.place_kind,

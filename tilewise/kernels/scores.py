@@ -46,20 +46,32 @@ def add_terms(s, terms, seq, h, m, n, BUILD: tl.constexpr):
 def load_bias(bias, seq, h, m, n, ROWS: tl.constexpr):
     """The bias of a tile in fp32; 0 outside what is stored and in use.
 
-    ROWS: 0 where its columns are not neighbours in memory, else what its row stride is a multiple
-    of.
+    ROWS: 0 where its columns are not neighbours in memory, else what its other strides are
+    multiples of, which says how wide a load may be.
     """
-    base = bias.ptr + seq.index.to(tl.int64) * decode(bias.stride_b)
-    base += tl.cast(h, tl.int64) * decode(bias.stride_h)
-    stride_m = decode(bias.stride_m)
+    stride_b, stride_h, stride_m = _strides(bias, ROWS)
+    base = bias.ptr + seq.index.to(tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
+    offsets = m.to(tl.int64) * stride_m
     if ROWS > 0:
-        offsets = m.to(tl.int64) * tl.multiple_of(stride_m, ROWS) + n
+        offsets += n
     else:
-        offsets = m.to(tl.int64) * stride_m + n.to(tl.int64) * decode(bias.stride_n)
+        offsets += n.to(tl.int64) * decode(bias.stride_n)
     inside = (m < tl.minimum(seq.q_used, decode(bias.rows))) & (
         n < tl.minimum(seq.k_used, decode(bias.cols))
     )
     return tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _strides(bias, ROWS: tl.constexpr):
+    stride_b, stride_h, stride_m = (
+        decode(bias.stride_b), decode(bias.stride_h), decode(bias.stride_m)
+    )  # fmt: skip
+    if ROWS > 1:
+        stride_b = tl.multiple_of(stride_b, ROWS)
+        stride_h = tl.multiple_of(stride_h, ROWS)
+        stride_m = tl.multiple_of(stride_m, ROWS)
+    return stride_b, stride_h, stride_m
 
 
 @triton.jit
