@@ -11,19 +11,22 @@ VENV ?= .venv
 # On a machine with a GPU: a Python that has torch, triton, pytest and pytest-xdist.
 GPU_PYTHON ?= python3
 WORKERS ?= 2
+# Whose compilers `compile-test` runs: the oldest that pyproject.toml allows, and the newest.
+TRITONS ?= 3.6.0 3.9.0
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip -qq --no-input --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 LABS := $(sort $(wildcard labs/[0-9]*.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env run test gpu-test lint format labs notebooks docs bench gpu-bench clean
+.PHONY: help env run test interpreter-test compile-test gpu-test lint format labs notebooks docs bench gpu-bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo 'Variables: PYTHON VENV TORCH_INDEX TORCH ARGS WORKERS (see the top of the Makefile)'
 
 env: $(READY)  ## make the environment in .venv, from the pins; every target does so when it must
@@ -32,8 +35,16 @@ run: $(READY)  ## the main job: tilewise report, which checks, measures and writ
 	@mkdir -p build
 	@$(BIN)/tilewise report --output build/report.html $(ARGS)
 
-test: $(READY)  ## all tests
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+test: $(READY)  ## all tests, but the kernels in the interpreter, in the compiler and on a GPU
+	@$(PYTEST) --ignore tests/compile $(ARGS)
+
+interpreter-test: $(READY)  ## the kernels in Triton's interpreter, on the CPU
+	@TRITON_INTERPRET=1 $(PYTEST) --backend triton tests/contract tests/cases $(ARGS)
+
+compile-test: $(TRITONS:%=build/triton-%/.ready)  ## compile the kernels for GPUs that are not here
+	@set -e; for version in $(TRITONS); do \
+	  PYTHONPATH="$(CURDIR)/build/triton-$$version" \
+	  $(PYTEST) -q --triton $$version tests/compile $(ARGS); done
 
 gpu-test:  ## the suite on a GPU, which records that the kernels passed it
 	@$(GPU_PYTHON) tools/gpu_test.py $(ARGS)
@@ -78,4 +89,10 @@ $(READY): pyproject.toml requirements/constraints.txt
 	@sed $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d' -e '/^triton==/d') -e '/^#/d' requirements/constraints.txt > $(PINS)
 	@$(if $(TORCH_INDEX),$(PIP) install --no-deps --index-url $(TORCH_INDEX) -c $(PINS) torch,:)
 	@$(PIP) install -c $(PINS) -e '.[dev]'
+	@touch $@
+
+build/triton-%/.ready: $(READY)
+	@echo "Installing Triton $* in $(@D)."
+	@rm -rf $(@D)
+	@$(PIP) install --no-deps --target $(@D) triton==$*
 	@touch $@

@@ -20,18 +20,33 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from tilewise.dense import choice, warm
 from tilewise.kernels import launch as launching
-from tilewise.kernels.launch import Config
+from tilewise.kernels.launch import Config, compiler_options
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU, the shared memory that a program may have there, and its matrix instruction for
+    16-bit operands."""
+
+    gpu: GPUTarget
+    shared_kib: int
+    mma: str
+
 
 TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_89": GPUTarget("cuda", 89, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "sm_120": GPUTarget("cuda", 120, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163, "HMMA"),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), 99, "HMMA"),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227, "HGMMA"),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227, "UTCHMMA"),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 99, "HMMA"),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64, "MFMA"),
+    "gfx950": Target(GPUTarget("hip", "gfx950", 64), 160, "MFMA"),
 }
+# Blackwell's tensor memory; a program that asks for more does not start.
+TENSOR_MEMORY_COLUMNS = 512
+_NVIDIA_MMA = ("UTCHMMA", "HGMMA", "HMMA")
 
 
 @dataclass(frozen=True)
@@ -50,12 +65,13 @@ class Launch:
 @dataclass(frozen=True)
 class Compiled:
     """What came of a launch. registers and spills are for each thread; spills in bytes (NVIDIA), or
-    spilled vector registers (AMD). mma: which matrix instructions it uses."""
+    spilled vector registers (AMD). mma: the matrix instruction, "" where it uses none."""
 
     name: str
     registers: int
     spills: int
     shared_bytes: int
+    tensor_columns: int
     mma: str
 
 
@@ -67,60 +83,75 @@ def recorded(architecture: str) -> Iterator[list[Launch]]:
     def record(kernel: Any, grid: tuple[int, ...], config: Config, arguments: Any) -> None:
         records.append(Launch(kernel, config, tuple(arguments)))
 
-    was = launching._run, launching._gpu_architecture
+    was = launching._run, launching._gpu_architecture, choice.triton_problem
     launching._run = record
     launching._gpu_architecture = lambda device: architecture
+    choice.triton_problem = lambda device: ""
+    # What is kept of a call belongs to the device that it ran on.
+    warm._kept.clear()
     try:
         yield records
     finally:
-        launching._run, launching._gpu_architecture = was
+        warm._kept.clear()
+        launching._run, launching._gpu_architecture, choice.triton_problem = was
 
 
-def record_call(call: Callable[[], Any], architecture: str) -> list[Launch]:
-    """The launches of a call, each kind of kernel once."""
+def compile_call(call: Callable[[], Any], architecture: str) -> list[Compiled]:
+    """Every binary that a call needs on such a GPU, in the order of its launches."""
     with recorded(architecture) as records:
         call()
-    return list({record.name: record for record in records}.values())
+    found = {}
+    for record in records:
+        key, source, options = _specialize(record, architecture)
+        if key not in found:
+            found[key] = _compile(record.name, source, options, architecture)
+    return list(found.values())
 
 
-def compile_launch(launch: Launch, architecture: str) -> Compiled:
-    """Compile a launch's kernel with just the specialisation that the launch would have."""
-    target = TARGETS[architecture]
-    kernel, backend = launch.kernel, make_backend(target)
+def _specialize(launch: Launch, architecture: str) -> tuple[str, ASTSource, dict[str, Any]]:
+    """A launch's kernel with just the specialisation that the launch would have, and a key."""
+    kernel, backend = launch.kernel, make_backend(TARGETS[architecture].gpu)
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages}
+    options = compiler_options(launch.config)
     bound, specialization, options = binder(*launch.arguments, debug=False, **options)
     options, signature, constexprs, attrs = kernel._pack_args(
         backend, options, bound, specialization, options
     )
     source = ASTSource(kernel, signature, constexprs, attrs)
-    compiled = triton.compile(source, target=target, options=options.__dict__)
-    shared = compiled.metadata.shared
-    if target.backend == "hip":
-        return _read_amd(launch.name, compiled.asm["amdgcn"], shared)
-    return _read_nvidia(launch.name, compiled.asm["cubin"], shared)
+    return f"{launch.name} {specialization} {options}", source, options.__dict__
 
 
-def _read_nvidia(name: str, cubin: bytes, shared_bytes: int) -> Compiled:
+def _compile(name: str, source: ASTSource, options: dict[str, Any], architecture: str) -> Compiled:
+    target = TARGETS[architecture].gpu
+    compiled = triton.compile(source, target=target, options=options)
+    shared, columns = compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", 0) or 0
+    read = _read_amd if target.backend == "hip" else _read_nvidia
+    registers, spills, mma = read(compiled.asm["amdgcn" if target.backend == "hip" else "cubin"])
+    return Compiled(name, registers, spills, shared, columns, mma)
+
+
+def _read_nvidia(cubin: bytes) -> tuple[int, int, str]:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = _output(tool, "-res-usage", file.name)
-        sass = _output(tool, "-sass", file.name)
-    registers = int(re.search(r"REG:(\d+)", usage)[1])  # type: ignore[index]
-    stack = int(re.search(r"STACK:(\d+)", usage)[1])  # type: ignore[index]
-    local = len(re.findall(r"\b(?:STL|LDL)\b", sass))
-    found = {kind for kind in ("UTCHMMA", "HGMMA", "HMMA", "FFMA") if f"{kind}" in sass}
-    mma = next((kind for kind in ("UTCHMMA", "HGMMA", "HMMA") if kind in found), "FFMA")
-    return Compiled(name, registers, stack if local else 0, shared_bytes, mma)
+        command = [tool, "-res-usage", "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (_number(rf"\b{name}:(\d+)", text) for name in ("REG", "STACK"))
+    # A stack that nothing is stored to is not of spills.
+    is_local = re.search(r"\b(?:STL|LDL)\b", text)
+    mma = next((name for name in _NVIDIA_MMA if re.search(rf"\b{name}\b", text)), "")
+    return registers, stack if is_local else 0, mma
 
 
-def _read_amd(name: str, text: str, shared_bytes: int) -> Compiled:
-    registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])  # type: ignore[index]
-    spills = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1])  # type: ignore[index]
-    return Compiled(name, registers, spills, shared_bytes, "MFMA" if "v_mfma" in text else "FMA")
+def _read_amd(text: str) -> tuple[int, int, str]:
+    registers, spills = (
+        _number(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count")
+    )
+    return registers, spills, "MFMA" if "v_mfma" in text else ""
 
 
-def _output(*command: Any) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found, f"{pattern} is not in the compiler's output"
+    return int(found[1])

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,7 +23,10 @@ PINS = [
     for line in (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
     if line and not line.startswith("#")
 ]
-TARGETS = ("run", "test", "lint", "labs", "notebooks", "docs", "bench", "clean", "help")
+TARGETS = (
+    *("run", "test", "interpreter-test", "compile-test", "gpu-test", "lint", "labs", "notebooks"),
+    *("docs", "bench", "gpu-bench", "clean", "help"),
+)
 
 
 def pins_for(python: str) -> dict[str, Requirement]:
@@ -75,7 +80,7 @@ def test_make_lists_every_target() -> None:
     listed = subprocess.run(
         ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    names = re.findall(r"^make (\w+) +\S", listed, re.MULTILINE)
+    names = re.findall(r"^make ([\w-]+) +\S", listed, re.MULTILINE)
     assert set(TARGETS) <= set(names)
 
 
@@ -91,5 +96,21 @@ def test_ci_script_is_executable_and_runs_every_part() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o100
     text = script.read_text(encoding="utf-8")
-    for target in ("lint", "test", "run ARGS=--quick", "labs", "docs"):
-        assert re.search(rf"\bmake (--no-print-directory )?{target}\b", text), target
+    targets = ("lint", "test", "interpreter-test", "compile-test", "run ARGS=--quick")
+    for target in (*targets, "labs", "docs"):
+        assert re.search(rf"\bmake (--no-print-directory )?{target}\b(?!-)", text), target
+
+
+def test_kernels_compile_under_the_oldest_triton_that_is_allowed() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (versions,) = re.findall(r"^TRITONS \?= (.+)$", makefile, re.MULTILINE)
+    oldest, newest = versions.split()
+    for extra in ("gpu", "dev"):
+        (triton,) = (
+            requirement
+            for requirement in map(Requirement, PROJECT["optional-dependencies"][extra])
+            if requirement.name == "triton"
+        )
+        assert triton.specifier == SpecifierSet(f">={oldest.removesuffix('.0')}")
+    (pin,) = (str(pin.specifier).removeprefix("==") for pin in PINS if pin.name == "triton")
+    assert Version(oldest) < Version(pin) < Version(newest)
