@@ -1,4 +1,4 @@
-"""What the three labs share: a meter for bytes, a text table, and the marking of exercises.
+"""What the labs share: a meter for bytes, a text table, and the marking of exercises.
 
 `ByteMeter` watches every operation that PyTorch runs, on any device, and keeps two accounts:
 traffic: bytes that an operation must read and write, each operand once (a perfect cache);
