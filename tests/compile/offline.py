@@ -131,16 +131,17 @@ def _compile(name: str, source: ASTSource, options: dict[str, Any], architecture
 
 
 def _read_nvidia(cubin: bytes) -> tuple[int, int, str]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "-res-usage", "-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = (_number(rf"\b{name}:(\d+)", text) for name in ("REG", "STACK"))
+        usage = _output(tools / "cuobjdump", "-res-usage", file.name)
+        # No analysis of the data flow: it takes longer than the disassembly.
+        sass = _output(tools / "nvdisasm", "-c", "-ndf", file.name)
+    registers, stack = (_number(rf"\b{name}:(\d+)", usage) for name in ("REG", "STACK"))
     # A stack that nothing is stored to is not of spills.
-    is_local = re.search(r"\b(?:STL|LDL)\b", text)
-    mma = next((name for name in _NVIDIA_MMA if re.search(rf"\b{name}\b", text)), "")
+    is_local = re.search(r"\b(?:STL|LDL)\b", sass)
+    mma = next((name for name in _NVIDIA_MMA if re.search(rf"\b{name}\b", sass)), "")
     return registers, stack if is_local else 0, mma
 
 
@@ -149,6 +150,10 @@ def _read_amd(text: str) -> tuple[int, int, str]:
         _number(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count")
     )
     return registers, spills, "MFMA" if "v_mfma" in text else ""
+
+
+def _output(*command: Any) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _number(pattern: str, text: str) -> int:
