@@ -58,6 +58,15 @@ def _run_on_cuda(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*deterministic implementation:UserWarning")
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep a failure as soon as it is known: a run that is cut short leaves what it found."""
+    path = os.environ.get("TILEWISE_FAILURES")
+    # Of several workers, the process that gathers their reports writes.
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext[-2000:]}\n\n")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA GPU")

@@ -144,7 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return 2
     logs.mkdir(parents=True, exist_ok=True)
-    (logs / "tests.xml").unlink(missing_ok=True)
+    for name in ("tests.xml", "failures.txt"):
+        (logs / name).unlink(missing_ok=True)
+    # Written as they come, so that they outlive a run that is cut short.
+    os.environ["TILEWISE_FAILURES"] = str(logs / "failures.txt")
     start, sources = time.monotonic(), hash_sources(ROOT)
     runs = _start_verifying(logs)
     try:
