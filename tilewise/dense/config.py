@@ -155,13 +155,13 @@ def _backward_config(key: Key) -> BackwardConfig:
         return BackwardConfig(_together(32, 64, 4, 3), Config(64, 64, 4, 3))
     if key.width <= 128:
         return BackwardConfig(_together(32, 64, 4, 3), Config(128, 64, 8, 3))
+    # On Blackwell one stage more would be more than there is.
+    fewer = 0 if key.architecture == "sm_90" else 1
     if key.width <= 192:
-        keys = _apart(Config(64, 128, 8, 2), Config(64, 128, 8, 2))
-        return BackwardConfig(keys, Config(128, 64, 8, 2))
-    # On Blackwell a third stage would be more than there is.
-    stages = 3 if key.architecture == "sm_90" else 2
-    keys = _apart(Config(32, 128, 8, stages), Config(32, 128, 8, stages))
-    return BackwardConfig(keys, Config(128, 64, 8, 1))
+        config = Config(64, 128, 8, 2 - fewer)
+        return BackwardConfig(_apart(config, config), Config(128, 64, 8, 2 - fewer))
+    config = Config(32, 128, 8, 3 - fewer)
+    return BackwardConfig(_apart(config, config), Config(128, 64, 8, 1))
 
 
 def bias_config(key: Key) -> Config:
