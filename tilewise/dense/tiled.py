@@ -50,6 +50,9 @@ _NATURAL = Units(1.0, torch.exp, torch.log)
 # 512 x 128 269 + 621 (window: 95 + 206). Rows cost what a window does not see.
 BLOCK_M = 256
 BLOCK_N = 512
+# The most keys of a product off the CPU, where cuBLAS adds up a row of few queries in one chain: 512
+# terms took fp32 6 % over its budget on an H200.
+GPU_BLOCK_N = 256
 # Scores of one tile, over all its lanes: 4 MiB in fp32, which the last-level cache holds.
 TILE_ELEMENTS = 1 << 20
 
@@ -138,12 +141,17 @@ def full_precision() -> Iterator[None]:
             matmul.fp32_precision = setting
 
 
+def block_n(device: torch.device) -> int:
+    """The most keys that a tile on `device` takes at a time."""
+    return BLOCK_N if device.type == "cpu" else min(BLOCK_N, GPU_BLOCK_N)
+
+
 def cut(piece: Piece) -> Iterator[Tile]:
     """The tiles of a call: lanes so many at a time that a score tile has <= TILE_ELEMENTS."""
     (B, M), (N, G), group = piece.q.shape[:2], piece.k.shape[1:3], piece.group
     m = min(M, BLOCK_M)
     # A tile of few keys still holds its rows of q, out and their gradients.
-    n = max(min(N, BLOCK_N), piece.q.shape[-1], piece.v.shape[-1])
+    n = max(min(N, block_n(piece.q.device)), piece.q.shape[-1], piece.v.shape[-1])
     # Many query heads on one kv head: fewer rows of each.
     while m > 8 and group * m * n > TILE_ELEMENTS:
         m //= 2
@@ -171,7 +179,7 @@ class Workspace:
         """What a tile visits, with its test on the device of the inputs."""
         piece = self._piece
         rows = tile.rows(piece, self._index_device)
-        plan = plan_rows(piece.mask, rows, piece.positions.N, BLOCK_N)
+        plan = plan_rows(piece.mask, rows, piece.positions.N, block_n(piece.q.device))
         if self._index_device == piece.q.device:
             return plan
         return plan.on(tile.rows(piece, piece.q.device))
