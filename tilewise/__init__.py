@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .dense.api import attention_varlen as attention_varlen
     from .dense.api import attention_varlen_partial as attention_varlen_partial
     from .dense.api import explain_backend as explain_backend
+    from .integrations.flex_attention import from_block_mask as from_block_mask
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ _HOME = {
     "Mask": "core.mask",
     "Partial": "core.partials",
     "blocks": "core.mask_bits",
+    "from_block_mask": "integrations.flex_attention",
     "from_function": "core.mask_bits",
     "merge": "core.partials",
     **dict.fromkeys(_LEAVES.split(), "core.mask_leaves"),

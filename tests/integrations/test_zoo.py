@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import init_process_group
+from torch.distributed import FileStore, init_process_group
 from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache, StaticCache
@@ -171,7 +171,7 @@ def parallel_gradients(rank: int, store: str, results: str, device: str) -> None
     """What DDP leaves on a rank that sees one row of the batch, for every model."""
     torch.set_num_threads(1)
     torch.set_default_device(device)
-    init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    init_process_group("gloo", store=FileStore(store, 2), rank=rank, world_size=2)
     left = {}
     for name, entry in MODELS.items():
         torch.manual_seed(0)

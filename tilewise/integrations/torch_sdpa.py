@@ -1,0 +1,291 @@
+"""Tilewise as the flash implementation of PyTorch's scaled_dot_product_attention, on CUDA.
+
+    from tilewise.integrations import torch_sdpa
+
+    torch_sdpa.activate()
+    ...
+    torch_sdpa.restore()
+
+PyTorch goes on choosing among flash, cuDNN, memory-efficient and plain attention; where it chooses
+flash, Tilewise computes. `torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)` makes it.
+
+Dims: B batch, M query length, N key length, T packed tokens, H query heads, G kv heads, D, E head
+    dims. SDPA's ops take `[B, H, M, D]`, the flash ops under them `[B, M, H, D]` or `[T, H, D]`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from torch.nn import attention as torch_attention
+
+from ..core.mask import Mask
+from ..core.mask_leaves import causal, full, window
+from ..core.philox import draw_rng
+from ..dense.checks import check_call
+from ..dense.choice import choose
+from ..dense.ops import Arguments
+
+NAME = "TILEWISE"
+
+
+def activate() -> None:
+    """Compute SDPA's flash attention with Tilewise until `restore()`. Again is harmless.
+
+    Causal is SDPA's own: query m sees keys n <= m, whatever the lengths. Dropout draws from
+    torch's generator as Tilewise does, so the bits are not those of PyTorch's kernels.
+    Raises: RuntimeError where there is no CUDA GPU or PyTorch cannot register implementations.
+    """
+    if not hasattr(torch_attention, "register_flash_attention_impl"):
+        raise RuntimeError(
+            f"activate: PyTorch must have register_flash_attention_impl (2.11 or later), "
+            f"got {torch.__version__}."
+        )
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "activate: SDPA's flash implementation can be replaced on CUDA only, and PyTorch sees "
+            "no CUDA GPU here; call tilewise.attention instead."
+        )
+    torch_attention.register_flash_attention_impl(NAME, register_fn=lambda: Overrides("CUDA"))
+    torch_attention.activate_flash_attention_impl(NAME)
+
+
+def restore() -> None:
+    """Give PyTorch its own flash attention back; nothing happens where another one is active."""
+    if torch_attention.current_flash_attention_impl() == NAME:
+        torch_attention.restore_flash_attention_impl()
+
+
+class Overrides:
+    """The ops of ATen that are computed here, on one device type, until removed."""
+
+    def __init__(self, key: str) -> None:
+        self.library: Library | None = Library("aten", "IMPL", key)
+        for name, function in (
+            ("_scaled_dot_product_flash_attention", _sdpa_forward),
+            ("_scaled_dot_product_flash_attention_backward", _sdpa_backward),
+            ("_flash_attention_forward", _flash_forward),
+            ("_flash_attention_backward", _flash_backward),
+        ):
+            with warnings.catch_warnings():
+                # PyTorch says that its own kernel is replaced, which is what was asked for.
+                warnings.filterwarnings("ignore", "(?s).*previously registered kernel")
+                self.library.impl(name, function, key, allow_override=True)
+
+    def remove(self) -> None:
+        if self.library is not None:
+            self.library._destroy()
+            self.library = None
+
+
+# ---------------------------------------------------------------- SDPA
+
+
+def _sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """`[B, H, M, D]`; the other results are lse, sizes and the dropout's state."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    mask = causal(offset=0) if is_causal else full()
+    out, lse, *rest = _forward(q, k, v, mask, dropout_p, scale, return_debug_mask)
+    sizes = (None, None, query.shape[2], key.shape[2])
+    return (_like(out.transpose(1, 2), query), lse, *sizes, *rest)
+
+
+def _sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    mask = causal(offset=0) if is_causal else full()
+    arguments = _arguments(q, k, v, mask, dropout_p, scale, {})
+    gradients = _backward(dout, q, k, v, o, logsumexp, arguments, philox_seed)
+    inputs = (query, key, value)
+    return tuple(_like(g.transpose(1, 2), x) for g, x in zip(gradients, inputs, strict=True))
+
+
+# ---------------------------------------------------------------- the flash ops under it
+
+
+def _flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Any, ...]:
+    """What `varlen_attn` and nested tensors call: flash-attn's rules, causal bottom-right."""
+    if block_table is not None:
+        raise NotImplementedError(
+            "_flash_attention_forward: paged keys (block_table) are not there yet; "
+            "torch_sdpa.restore() gives PyTorch's own kernel back."
+        )
+    mask = _window(is_causal, window_size_left, window_size_right)
+    packing = _packing(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k)
+    return _forward(
+        query, key, value, mask, dropout_p, scale, return_debug_mask, alibi_slopes, packing
+    )
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    mask = _window(is_causal, window_size_left, window_size_right)
+    packing = _packing(cum_seq_q, cum_seq_k, max_q, max_k, None)
+    arguments = _arguments(query, key, value, mask, dropout_p, scale, packing)
+    return _backward(grad_out, query, key, value, out, logsumexp, arguments, rng_state)
+
+
+def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
+    bounds = [None if bound is None or bound < 0 else bound for bound in (left, right)]
+    if is_causal:
+        bounds[1] = 0
+    return full() if bounds == [None, None] else window(*bounds)
+
+
+def _packing(
+    cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, used_k: Tensor | None
+) -> dict[str, Any]:
+    if cu_q is None:
+        return {}
+    return {
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_k,
+        "max_seqlen_q": max_q,
+        "max_seqlen_k": max_k,
+        "seqused_k": used_k,
+    }
+
+
+# ---------------------------------------------------------------- Tilewise's ops
+
+
+def _arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    dropout_p: float,
+    scale: float | None,
+    packing: dict[str, Any],
+    alibi_slopes: Tensor | None = None,
+) -> Arguments:
+    terms = {
+        "scale": scale,
+        "softcap": None,
+        "alibi_slopes": alibi_slopes,
+        "bias": None,
+        "sinks": None,
+        "dropout_p": dropout_p,
+    }
+    op = "attention_varlen" if packing else "attention"
+    arguments = check_call(op, q, k, v, mask, terms, packing)
+    name = choose(op, "auto", q, k, v)
+    # Below this stands PyTorch's dispatcher: its fused op must not be asked again.
+    return arguments._replace(backend="tiled(own)" if name == "tiled" else name)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    dropout_p: float,
+    scale: float | None,
+    return_debug_mask: bool,
+    alibi_slopes: Tensor | None = None,
+    packing: dict[str, Any] | None = None,
+) -> tuple[Tensor, ...]:
+    """out, lse, the dropout's seed and offset, an unused tensor, an empty debug mask."""
+    if return_debug_mask:
+        raise NotImplementedError(
+            "scaled_dot_product_attention: return_debug_mask asks for the dropped probabilities, "
+            "which Tilewise never stores."
+        )
+    arguments = _arguments(q, k, v, mask, dropout_p, scale, packing or {}, alibi_slopes)
+    rng = q.new_zeros(2, dtype=torch.int64)
+    if dropout_p > 0.0:
+        rng = draw_rng(q.device)
+        arguments = arguments._replace(rng=rng)
+    out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, q.dtype)
+    unused = q.new_zeros((), dtype=torch.uint64)
+    return out, lse, rng.view(torch.uint64), unused, q.new_empty(0)
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    arguments: Arguments,
+    rng: Tensor,
+) -> tuple[Tensor, ...]:
+    if arguments.dropout_p > 0.0:
+        arguments = arguments._replace(rng=rng.view(torch.int64))
+    gradients: tuple[Tensor, ...] = torch.ops.tilewise.attention_bwd(
+        dout, None, out, lse, q, k, v, *arguments, [False] * 3
+    )
+    return gradients[:3]
+
+
+def _like(x: Tensor, given: Tensor) -> Tensor:
+    """x with the strides that PyTorch's compiler expects: those of `given`."""
+    expected = torch.empty_like(given, device="meta").stride()
+    return x if x.stride() == expected else torch.empty_like(given).copy_(x)
