@@ -409,13 +409,24 @@ def _attend(
     # Decided here, once, so that the backward does as the forward did.
     arguments = arguments._replace(backend=name)
     warm.keep(key, q, k, v, arguments, out_dtype)
+    if not torch.compiler.is_compiling() and is_transformed():
+        from .mapped import MappedAttention
+
+        run: Any = MappedAttention.apply
+        out, lse = run(q, k, v, *arguments[:3], arguments[3:], out_dtype)
+        return Partial(out.to(out_dtype), lse)
     learned: tuple[Tensor | None, ...] = (q, k, v, *arguments[:3])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         if torch.compiler.is_compiling():
             learned, arguments = _distinct(learned, arguments)
-        run: Any = Attention.apply
+        run = Attention.apply
         return Partial(*run(*learned, arguments[3:], out_dtype, is_partial))
     return Partial(*torch.ops.tilewise.attention_fwd(q, k, v, *arguments, out_dtype))
+
+
+def is_transformed() -> bool:
+    """Whether torch.func's vmap, grad or another of them is around the call."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _run_warm(

@@ -27,17 +27,17 @@ _REST = (
     "float scale, float? softcap, float dropout_p, str backend"
 )
 
-_library = torch.library.Library("tilewise", "DEF")
-_library.define(
+library = torch.library.Library("tilewise", "DEF")
+library.define(
     f"attention_fwd(Tensor q, Tensor k, Tensor v, {_REST}, ScalarType out_dtype)"
     " -> (Tensor out, Tensor lse)"
 )
-_library.define(
+library.define(
     "attention_bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
     f"Tensor q, Tensor k, Tensor v, {_REST}, bool[] wanted)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)"
 )
-_library.define(
+library.define(
     "attention_bwd_into(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor dout, Tensor lse, "
     f"Tensor delta, Tensor q, Tensor k, Tensor v, {_REST}) -> ()"
 )
@@ -294,8 +294,8 @@ for _name, _implementation, _fake in (
     ("attention_bwd", _attention_bwd, _attention_bwd_fake),
     ("attention_bwd_into", _attention_bwd_into, _attention_bwd_into_fake),
 ):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
+    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)
 
 
 # ---------------------------------------------------------------- autograd
