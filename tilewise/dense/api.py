@@ -6,6 +6,7 @@ softmax (with an optional sink in its denominator), dropout, times v.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -388,6 +389,17 @@ def _attend(
         if found is not None:
             return _run_warm(q, k, v, found, out_dtype or q.dtype, is_partial)
     check_are_tensors(op, {"q": q, "k": k, "v": v})
+    if _is_distributed(q, k, v):
+        from .sharded import attend_sharded
+
+        def run_local(
+            q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: dict[str, Any]
+        ) -> Partial:
+            return _attend(
+                op, q, k, v, mask, terms, placement, backend, out_dtype, is_partial=is_partial
+            )
+
+        return attend_sharded(op, run_local, q, k, v, mask, terms, placement)
     q, k, v = _autocast(q, k, v)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     out_dtype = q.dtype if out_dtype is None else out_dtype
@@ -422,6 +434,12 @@ def _attend(
         run = Attention.apply
         return Partial(*run(*learned, arguments[3:], out_dtype, is_partial))
     return Partial(*torch.ops.tilewise.attention_fwd(q, k, v, *arguments, out_dtype))
+
+
+def _is_distributed(*tensors: Tensor) -> bool:
+    """Whether one is a DTensor, without importing what defines it."""
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    return dtensor is not None and any(isinstance(x, dtensor.DTensor) for x in tensors)
 
 
 def is_transformed() -> bool:

@@ -123,8 +123,18 @@ def _lse_shape(q: Tensor) -> tuple[int, ...]:
 # ---------------------------------------------------------------- dispatch to a backend
 
 
+_LISTS = ("max_seqlens", "starts", "start_tensors", "mask_flags", "mask_ints", "mask_tensors")
+
+
+def _read(values: tuple[Any, ...]) -> Arguments:
+    """AOTInductor hands over None for an empty list (torch 2.13)."""
+    arguments = Arguments(*values)
+    missing: dict[str, Any] = {n: [] for n in _LISTS if getattr(arguments, n) is None}
+    return arguments._replace(**missing) if missing else arguments
+
+
 def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    arguments, out_dtype = Arguments(*rest[:-1]), rest[-1]
+    arguments, out_dtype = _read(rest[:-1]), rest[-1]
     piece = arguments.piece(q, k, v).as_batch()
     match arguments.chosen(q, k, v):
         case "triton":
@@ -143,7 +153,7 @@ def _attention_bwd(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    arguments, wanted = Arguments(*rest[:-1]), rest[-1]
+    arguments, wanted = _read(rest[:-1]), rest[-1]
     piece = arguments.piece(q, k, v).as_batch()
     if q.dim() == 3:
         dout, out, lse = (x.unsqueeze(0) for x in (dout, out, lse))
@@ -170,7 +180,7 @@ def _attention_bwd_into(
     dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
     q: Tensor, k: Tensor, v: Tensor, *rest: Any,
 ) -> None:  # fmt: skip
-    arguments = Arguments(*rest)
+    arguments = _read(rest)
     piece = arguments.piece(q, k, v).as_batch()
     if q.dim() == 3:
         dout, lse, delta = (x.unsqueeze(0) for x in (dout, lse, delta))
@@ -294,7 +304,8 @@ for _name, _implementation, _fake in (
     ("attention_bwd", _attention_bwd, _attention_bwd_fake),
     ("attention_bwd_into", _attention_bwd_into, _attention_bwd_into_fake),
 ):
-    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    # An exported module calls the op itself, with parameters that want gradients it has none for.
+    library.impl(_name, torch.no_grad()(_implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)
 
 

@@ -16,7 +16,7 @@ Dims: B batch, M query length, N key length, T packed tokens, H query heads, G k
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +82,19 @@ class Overrides:
             self.library = None
 
 
+class _State(NamedTuple):
+    """Arguments that all four ops have in this order; a forward ends at is_causal."""
+
+    cum_seq_q: Tensor | None
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    dropout_p: float
+    is_causal: bool
+    seed: Any = None
+    offset: Any = None
+
+
 # ---------------------------------------------------------------- SDPA
 
 
@@ -110,21 +123,14 @@ def _sdpa_backward(
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
+    *others: Any,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
+    state = _State(*others)
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    mask = causal(offset=0) if is_causal else full()
-    arguments = _arguments(q, k, v, mask, dropout_p, scale, {})
-    gradients = _backward(dout, q, k, v, o, logsumexp, arguments, philox_seed)
+    mask = causal(offset=0) if state.is_causal else full()
+    arguments = _arguments(q, k, v, mask, state.dropout_p, scale, {})
+    gradients = _backward(dout, q, k, v, o, logsumexp, arguments, state.seed)
     inputs = (query, key, value)
     return tuple(_like(g.transpose(1, 2), x) for g, x in zip(gradients, inputs, strict=True))
 
@@ -136,14 +142,7 @@ def _flash_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
+    *others: Any,
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
@@ -158,10 +157,12 @@ def _flash_forward(
             "_flash_attention_forward: paged keys (block_table) are not there yet; "
             "torch_sdpa.restore() gives PyTorch's own kernel back."
         )
-    mask = _window(is_causal, window_size_left, window_size_right)
-    packing = _packing(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k)
+    *sizes, return_debug_mask = others
+    state = _State(*sizes)
+    mask = _window(state.is_causal, window_size_left, window_size_right)
+    packing = _packing(state, seqused_k)
     return _forward(
-        query, key, value, mask, dropout_p, scale, return_debug_mask, alibi_slopes, packing
+        query, key, value, mask, state.dropout_p, scale, return_debug_mask, alibi_slopes, packing
     )
 
 
@@ -172,23 +173,15 @@ def _flash_backward(
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
+    *others: Any,
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    mask = _window(is_causal, window_size_left, window_size_right)
-    packing = _packing(cum_seq_q, cum_seq_k, max_q, max_k, None)
-    arguments = _arguments(query, key, value, mask, dropout_p, scale, packing)
-    return _backward(grad_out, query, key, value, out, logsumexp, arguments, rng_state)
+    state = _State(*others)
+    mask = _window(state.is_causal, window_size_left, window_size_right)
+    arguments = _arguments(query, key, value, mask, state.dropout_p, scale, _packing(state, None))
+    return _backward(grad_out, query, key, value, out, logsumexp, arguments, state.seed)
 
 
 def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
@@ -198,16 +191,14 @@ def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
     return full() if bounds == [None, None] else window(*bounds)
 
 
-def _packing(
-    cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, used_k: Tensor | None
-) -> dict[str, Any]:
-    if cu_q is None:
+def _packing(state: _State, used_k: Tensor | None) -> dict[str, Any]:
+    if state.cum_seq_q is None:
         return {}
     return {
-        "cu_seqlens_q": cu_q,
-        "cu_seqlens_k": cu_k,
-        "max_seqlen_q": max_q,
-        "max_seqlen_k": max_k,
+        "cu_seqlens_q": state.cum_seq_q,
+        "cu_seqlens_k": state.cum_seq_k,
+        "max_seqlen_q": state.max_q,
+        "max_seqlen_k": state.max_k,
         "seqused_k": used_k,
     }
 
