@@ -80,6 +80,8 @@ def build_mask(
             not change the mask.
     Returns: a `MaskTensor`; inside torch.compile the `Mask` itself; for one query of a compiled
         decode step, where Transformers builds the mask outside the graph, a bool tensor.
+    Raises: ValueError for an attention_mask that is not `[B, positions]`, and for position_ids
+        that neither rise by one nor restart as packed documents do.
     """
     at = Placement(
         batch_size,
@@ -92,6 +94,12 @@ def build_mask(
     )
     parts = conjuncts(mask_function, at)
     if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.shape[0] not in (1, at.B):
+            raise ValueError(
+                f"Tilewise in Transformers: attention_mask must be [B, positions] with B = {at.B} "
+                "(nonzero where a token is real), or a mask of all elements that broadcasts to "
+                f"[B, H, M, N], got {list(attention_mask.shape)}."
+            )
         parts.append(visible_keys(_padding_window(attention_mask, at), at.M))
     mask = join(parts, at)
     if torch.compiler.is_compiling():
@@ -146,6 +154,7 @@ def conjuncts(predicate: Predicate, at: Placement, document_ids: Tensor | None =
             if ids is document_ids or _is_in_order(ids, at):
                 return [_documents(ids)]
         case "remap_positions_for_packed_sequence" if document_ids is not None:
+            _check_restarts(inside["position_ids"], document_ids)
             parts = conjuncts(inside["mask_function"], at)
             is_relative = all(isinstance(part, Bounds) for part in parts)
             if is_relative and _are_steady(inside["position_ids"], document_ids):
@@ -198,6 +207,24 @@ def _is_in_order(ids: Tensor, at: Placement) -> bool:
 def _are_steady(positions: Tensor, ids: Tensor) -> bool:
     """Whether positions rise by one inside each document, so that windows keep their meaning."""
     return bool(((positions.diff(dim=-1) == 1) | (ids.diff(dim=-1) != 0)).all())
+
+
+def _check_restarts(positions: Tensor, ids: Tensor) -> None:
+    """Transformers takes any step other than one for the start of a packed document.
+
+    Positions that skip ahead, or share a prefix, would lose keys without a word.
+    """
+    begins = ids.diff(dim=-1) != 0
+    is_restart = (positions[:, 1:] == 0) | (positions[:, 1:] == positions[:, :1])
+    wrong = (begins & ~is_restart).nonzero().tolist()
+    if wrong:
+        row, at = wrong[0]
+        before, after = positions[row, at : at + 2].tolist()
+        raise ValueError(
+            "Tilewise in Transformers: position_ids without an attention_mask must rise by one, "
+            f"or restart where a packed document starts, got {after} after {before} in row {row}; "
+            "with an attention_mask they are positions only."
+        )
 
 
 def _documents(ids: Tensor) -> Mask:
