@@ -152,6 +152,57 @@ def test_removed_overrides_leave_nothing() -> None:
         sdpa(*qkv())
 
 
+# ---------------------------------------------------------------- the function in its place
+
+SHAPES = {
+    "heads": ((2, 4, 9, 16), (2, 4, 11, 16), (2, 4, 11, 8)),
+    "no heads": ((2, 9, 16), (2, 11, 16), (2, 11, 16)),
+    "two batch dims": ((2, 3, 4, 9, 16), (2, 3, 4, 11, 16), (2, 3, 4, 11, 16)),
+}
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "bool", "floating", "by row"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_function_in_pytorchs_place(name: str, mask: str | None) -> None:
+    tensors = [torch.randn(shape).requires_grad_() for shape in SHAPES[name]]
+    given: dict[str, Any] = {"scale": 0.3}
+    if mask == "causal":
+        given["is_causal"] = True
+    elif mask is not None:
+        seen = torch.rand(9, 11) > 0.3
+        seen[:, 0] = True
+        given["attn_mask"] = torch.randn(9, 11) if mask == "floating" else seen
+        if mask == "by row":
+            given["attn_mask"] = seen.expand(*SHAPES[name][0][:-2], 9, 11)
+
+    def run(form: Any, dtype: torch.dtype) -> list[Tensor]:
+        cast = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+                for n, x in given.items()}  # fmt: skip
+        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        with torch_attention.sdpa_kernel(torch_attention.SDPBackend.MATH):
+            return results(form, leaves, **cast)
+
+    got = run(torch_sdpa.scaled_dot_product_attention, torch.float32)
+    own = F.scaled_dot_product_attention
+    for a, b, c in zip(got, run(own, torch.float64), run(own, torch.float32), strict=True):
+        # dS = P (dP - delta): the fp32 rounding of what is subtracted.
+        floor = 16 * torch.finfo(torch.float32).eps
+        assert_within_budget(a, b, c, floor=floor)
+
+
+def test_function_with_grouped_heads() -> None:
+    q, k, v = (x.detach().float() for x in qkv())
+    got = torch_sdpa.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert_within_budget(got, plain(q.double(), k.double(), v.double()), plain(q, k, v))
+    with pytest.raises(ValueError, match="enable_gqa must be True where 4 query heads read 2"):
+        torch_sdpa.scaled_dot_product_attention(q, k, v)
+    with pytest.raises(ValueError, match="attn_mask must be None where is_causal"):
+        mask = torch.ones(9, 9, dtype=torch.bool)
+        torch_sdpa.scaled_dot_product_attention(q, q, q, mask, is_causal=True)
+    with pytest.raises(ValueError, match="query, key and value must be"):
+        torch_sdpa.scaled_dot_product_attention(q, k[0], v[0])
+
+
 def test_without_cuda_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="on CUDA only"):

@@ -6,7 +6,11 @@
     ...
     torch_sdpa.restore()
 
-PyTorch goes on choosing among flash, cuDNN, memory-efficient and plain attention; where it chooses
+or, on any device and for any call, in the place of PyTorch's function:
+
+    from tilewise.integrations.torch_sdpa import scaled_dot_product_attention
+
+With `activate()` PyTorch goes on choosing among flash, cuDNN, memory-efficient and plain attention; where it chooses
 flash, Tilewise computes. `torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)` makes it.
 
 Dims: B batch, M query length, N key length, T packed tokens, H query heads, G kv heads, D, E head
@@ -26,9 +30,11 @@ from torch.nn import attention as torch_attention
 from ..core.mask import Mask
 from ..core.mask_leaves import causal, full, window
 from ..core.philox import draw_rng
+from ..dense.api import attention
 from ..dense.checks import check_call
 from ..dense.choice import choose
 from ..dense.ops import Arguments
+from .mask_tensor import visible_elements
 
 NAME = "TILEWISE"
 
@@ -58,6 +64,65 @@ def restore() -> None:
     """Give PyTorch its own flash attention back; nothing happens where another one is active."""
     if torch_attention.current_flash_attention_impl() == NAME:
         torch_attention.restore_flash_attention_impl()
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch's function of this name, argument for argument, by `tilewise.attention`.
+
+    Args:
+        query: `[..., H, M, D]`; key, value: `[..., G, N, D]` and `[..., G, N, E]`; with three
+            dims, no heads.
+        attn_mask: broadcasts to `[..., H, M, N]`; bool, True where a key is seen, or floating,
+            added to the scores, with a gradient. Not beside is_causal.
+        is_causal: query m sees keys n <= m.
+        enable_gqa: must be True where G < H.
+        The others: as in `tilewise.attention`.
+    Returns: `[..., H, M, E]`. A query that sees no key gives 0.
+    Raises: ValueError for arguments that do not fit.
+    """
+    op = "scaled_dot_product_attention"
+    if any(x.dim() != query.dim() for x in (key, value)) or query.dim() < 3:
+        raise ValueError(
+            f"{op}: query, key and value must be [..., H, M, D] alike, got {list(query.shape)}, "
+            f"{list(key.shape)} and {list(value.shape)}."
+        )
+    if attn_mask is not None and is_causal:
+        raise ValueError(f"{op}: attn_mask must be None where is_causal is True.")
+    H, G = (x.shape[-3] if x.dim() > 3 else 1 for x in (query, key))
+    if H != G and not enable_gqa:
+        raise ValueError(f"{op}: enable_gqa must be True where {H} query heads read {G} key heads.")
+    leading = query.shape[:-3] if query.dim() > 3 else query.shape[:1]
+    q, k, v = (_four(x).transpose(1, 2) for x in (query, key, value))
+    mask = causal(offset=0) if is_causal else full()
+    bias = None
+    if attn_mask is not None:
+        M, N = query.shape[-2], key.shape[-2]
+        if attn_mask.dim() > 4 or query.dim() > 4:
+            attn_mask = attn_mask.expand(*leading, H, M, N).flatten(0, -4)
+        elif query.dim() == 3 and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unsqueeze(1)
+        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+        if attn_mask.dtype == torch.bool:
+            mask = visible_elements(attn_mask, M, N)
+        else:
+            bias = attn_mask
+    out = attention(q, k, v, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
+    out = out.transpose(1, 2)
+    return out.squeeze(1) if query.dim() == 3 else out.reshape(*leading, *out.shape[1:])
+
+
+def _four(x: Tensor) -> Tensor:
+    """`[B, H, M, D]`."""
+    return x.unsqueeze(1) if x.dim() == 3 else x.flatten(0, -4)
 
 
 class Overrides:
