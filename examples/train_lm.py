@@ -210,18 +210,21 @@ def limit_memory(run: Run) -> int:
             torch.cuda.set_per_process_memory_fraction((held + run.memory_gib * GIB) / whole)
         return held
     if run.memory_gib:
-        status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        held = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
-        limit = held + int(run.memory_gib * GIB)
+        limit = status_bytes("VmData") + int(run.memory_gib * GIB)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    return peak_bytes(torch.device("cpu"))
+    # Imports may have held more than training will: the peak starts anew.
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    return status_bytes("VmRSS")
 
 
 def peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    # KiB on Linux.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else status_bytes("VmHWM")
+
+
+def status_bytes(name: str) -> int:
+    """A figure of this process as Linux has it; there is no other that says peaks and limits."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def train_apart(run: Run) -> dict[str, object]:

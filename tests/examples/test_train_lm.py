@@ -52,10 +52,11 @@ def test_the_two_curves_agree() -> None:
         curves[attention, dtype] = example.train(run)["losses"]
     got, eager, exact = (torch.tensor(x, dtype=torch.float64) for x in curves.values())
     assert_within_budget(got.float(), exact, eager.float())
-    assert exact[-1] < exact[0] - 0.5
+    assert exact[-1] < exact[0] - 0.2
 
 
 @pytest.mark.skipif(UNDER_TEST.device == "cuda", reason="the limit of a process is the CPU's")
+@pytest.mark.skipif(sys.platform != "linux", reason="figures of a process are Linux's")
 def test_only_tilewise_fits_in_the_memory_given() -> None:
     plan = {"context": 2048, "steps": 2, "layers": 1, "heads": 8, "head_dim": 8}
     results = {

@@ -126,7 +126,9 @@ def test_packed_sequences(overrides: None, given: dict[str, Any], is_causal: boo
 
 def test_what_is_not_there_raises(overrides: None) -> None:
     q, k, v = (x[0].transpose(0, 1).detach() for x in qkv())
-    with pytest.raises(NotImplementedError, match="paged keys"):
+    is_paged = "block_table" in str(aten._flash_attention_forward.default._schema)
+    # Torch 2.11 has no pages.
+    with pytest.raises(NotImplementedError if is_paged else RuntimeError, match="block_table"):
         aten._flash_attention_forward(
             q, k, v, CU, CU, 5, 5, 0.0, False, False, block_table=torch.zeros(3, 1).int()
         )

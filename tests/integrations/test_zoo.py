@@ -155,13 +155,18 @@ def test_compile(name: str) -> None:
     torch._dynamo.reset()
     entry = MODELS[name]
     model, inputs = entry.fresh(**entry.one_layer).eval(), entry.inputs((2, S))
+    if "decoder_input_ids" in inputs:
+        # Torch 2.11 cannot trace how their cache is made.
+        inputs["use_cache"] = False
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     plain, other = (
         [entry.read(run(**inputs)), *gradients(run, entry.loss(), inputs)]
         for run in (model, compiled)
     )
     for a, b in zip(plain, other, strict=True):
-        assert_within_budget(b.detach(), a.detach().double(), a.detach())
+        # A compiled mask may be of another form, whose tiles add up in another order.
+        floor = 16 * float(a.abs().max()) * torch.finfo(a.dtype).eps
+        assert_within_budget(b.detach(), a.detach().double(), a.detach(), floor=floor)
 
 
 # ---------------------------------------------------------------- two processes
