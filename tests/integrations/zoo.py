@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,9 @@ QWEN_VISION: dict[str, Any] = {
     "fullatt_block_indexes": [1],
 }
 
+# Older Transformers do not offer it at the top.
+QWEN_TOWER = ".models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel"
+
 
 def _text(shape: tuple[int, int]) -> dict[str, Any]:
     return {"input_ids": tokens(*shape)}
@@ -146,6 +150,11 @@ class Model:
     says: str = ""
 
     @property
+    def made_by(self) -> Any:
+        module, _, name = self.auto.rpartition(".")
+        return getattr(import_module(f"transformers{module}"), name)
+
+    @property
     def config(self) -> Any:
         # A copy: some configurations keep and change the lists they are given.
         given = {k: list(v) if isinstance(v, list) else v for k, v in self.arguments.items()}
@@ -160,8 +169,7 @@ class Model:
         config = self.config
         for name, value in changes.items():
             setattr(config, name, value)
-        auto = getattr(transformers, self.auto)
-        build = getattr(auto, "from_config", None) or auto._from_config
+        build = getattr(self.made_by, "from_config", None) or self.made_by._from_config
         return build(config, attn_implementation=implementation)
 
     @property
@@ -232,7 +240,7 @@ _MODELS = (
     Model("ViT", VIT, "AutoModelForImageClassification", ANY, inputs=_pictures,
           says="no mask, head dim 9"),
     # No compile: Transformers asks for the sizes of the windows on the host.
-    Model("Qwen2_5_VLVision", QWEN_VISION, "Qwen2_5_VisionTransformerPretrainedModel",
+    Model("Qwen2_5_VLVision", QWEN_VISION, QWEN_TOWER,
           ANY.replace(", compile", ""), inputs=_patches, says="packed images and windows"),
 )  # fmt: skip
 MODELS = {model.name: model for model in _MODELS}
@@ -241,7 +249,7 @@ MODELS = {model.name: model for model in _MODELS}
 @cache
 def _trio(name: str) -> Trio:
     model = MODELS[name]
-    return Trio.random(model.config, getattr(transformers, model.auto))
+    return Trio.random(model.config, model.made_by)
 
 
 def render() -> str:
