@@ -138,6 +138,25 @@ def test_dropout_follows_the_randomness_asked_for(randomness: str) -> None:
         torch.vmap(lambda *x: attention(*x, dropout_p=0.5))(q, k, v)
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_transform_never_loses_the_gradient(fullgraph: bool) -> None:
+    """Dynamo cannot trace it and says so, in other words from release to release."""
+
+    def per_sample(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        grad = torch.func.grad(lambda q, k, v: attention(q, k, v).square().sum())
+        return torch.vmap(grad)(q, k, v)
+
+    x = tuple(tensors().values())
+    torch._dynamo.reset()
+    try:
+        got = torch.compile(per_sample, backend="eager", fullgraph=fullgraph)(*x)
+    except Exception as error:
+        is_dynamos = type(error).__module__.startswith("torch._dynamo")
+        assert is_dynamos or isinstance(error, AssertionError)
+        return
+    assert torch.equal(got, per_sample(*x))
+
+
 def test_second_derivatives_raise() -> None:
     q, k, v = (x[0] for x in tensors().values())
 

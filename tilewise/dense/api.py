@@ -421,7 +421,7 @@ def _attend(
     # Decided here, once, so that the backward does as the forward did.
     arguments = arguments._replace(backend=name)
     warm.keep(key, q, k, v, arguments, out_dtype)
-    if not torch.compiler.is_compiling() and is_transformed():
+    if is_transformed():
         from .mapped import MappedAttention
 
         run: Any = MappedAttention.apply
@@ -443,8 +443,11 @@ def _is_distributed(*tensors: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether torch.func's vmap, grad or another of them is around the call."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether torch.func's vmap, grad or another of them is around the call.
+
+    torch.compile cannot trace a yes (2.11 to 2.14) and raises: traced, the gradient would be lost.
+    """
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def _run_warm(
