@@ -104,6 +104,21 @@ def test_attention_is_flex_attentions(name: str) -> None:
     assert_within_budget(got, exact, eager.transpose(1, 2))
 
 
+def test_table_that_is_indexed_index_by_index() -> None:
+    """Right where a mask_mod is asked with scalars; a predicate of tensors says what to do."""
+    table = torch.rand(B, M) > 0.5
+
+    def chained(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return table[b][q] & (q >= k)
+
+    device = str(torch.get_default_device())
+    made = create_block_mask(chained, B, None, M, N, device=device)
+    expected = table[:, None, :, None] & dense(causal)
+    assert torch.equal(tw.from_block_mask(made).dense(B, H, M, N, device=device), expected)
+    with pytest.raises(ValueError, match=r"index a table with all its indices at once"):
+        tw.from_function(lambda b, h, m, n: table[b][m * 0]).dense(1, H, M, N, device=device)
+
+
 def test_gradients_and_a_shorter_call() -> None:
     """A BlockMask made for more queries and keys than there are (case C049)."""
     mask = tw.from_block_mask(block_mask(and_masks(window, causal), 256, 256))

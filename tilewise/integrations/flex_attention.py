@@ -1,7 +1,8 @@
 """Masks of PyTorch's FlexAttention as Tilewise masks.
 
-A `mask_mod(b, h, q_idx, kv_idx)` is what `tilewise.from_function` takes, as it is: both count
-queries and keys from 0. A `BlockMask` comes through `from_block_mask`.
+A `mask_mod(b, h, q_idx, kv_idx)` is what `tilewise.from_function` takes: both count queries and
+keys from 0. It is asked with index tensors that broadcast, so tables take all indices at once,
+`table[b, q_idx]`. A `BlockMask` comes through `from_block_mask`, in whatever way it indexes.
 
 Dims: B batch, H query heads, M query length, N key length.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ..core.mask import Mask
 from ..core.mask_bits import from_function
+from .mask_tensor import Predicate, over_scalars
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -43,6 +45,7 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
     M, N = block_mask.seq_lengths
     block_m, block_n = block_mask.BLOCK_SIZE
     kinds = _kinds(block_mask, -(-N // block_n))
+    mask_mod = _of_index_tensors(block_mask.mask_mod)
 
     def is_visible(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         # Indices come in order, so the last one is the largest.
@@ -60,9 +63,30 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
             m // block_m,
             n // block_n,
         ]
-        return (kind == _FULL) | ((kind == _PARTIAL) & block_mask.mask_mod(b, h, m, n))
+        return (kind == _FULL) | ((kind == _PARTIAL) & mask_mod(b, h, m, n))
 
     return from_function(is_visible)
+
+
+def _of_index_tensors(mask_mod: Predicate) -> Predicate:
+    """FlexAttention asks with scalars, so that `table[b][q_idx]` is right there and not here."""
+    mapped = over_scalars(mask_mod)
+
+    def ask(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+        takes_tensors = _takes_index_tensors(mask_mod, b)
+        return mask_mod(b, h, m, n) if takes_tensors else mapped(b, h, m, n)
+
+    return ask
+
+
+def _takes_index_tensors(mask_mod: Predicate, like: Tensor) -> bool:
+    """Indexing one index after the other adds axes, which then fit nothing."""
+    # Zeros lie within any table: a wrong index would end a CUDA process.
+    shapes = ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2))
+    try:
+        return mask_mod(*(like.new_zeros(shape) for shape in shapes)).dim() <= 4
+    except RuntimeError:
+        return False
 
 
 def _kinds(block_mask: BlockMask, columns: int) -> Tensor:

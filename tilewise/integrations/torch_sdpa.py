@@ -10,8 +10,8 @@ or, on any device and for any call, in the place of PyTorch's function:
 
     from tilewise.integrations.torch_sdpa import scaled_dot_product_attention
 
-With `activate()` PyTorch goes on choosing among flash, cuDNN, memory-efficient and plain attention; where it chooses
-flash, Tilewise computes. `torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)` makes it.
+With `activate()` PyTorch goes on choosing among flash, cuDNN, memory-efficient and plain attention;
+where it chooses flash, Tilewise computes. `torch.nn.attention.sdpa_kernel` can make it choose so.
 
 Dims: B batch, M query length, N key length, T packed tokens, H query heads, G kv heads, D, E head
     dims. SDPA's ops take `[B, H, M, D]`, the flash ops under them `[B, M, H, D]` or `[T, H, D]`.

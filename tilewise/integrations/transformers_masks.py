@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from transformers import masking_utils
 
 from ..core.mask import Mask
 from ..core.mask_leaves import Full, full, intervals, window
-from .mask_tensor import MaskTensor, Predicate, evaluated_by_tile, visible_keys
+from .mask_tensor import MaskTensor, Predicate, evaluated_by_tile, over_scalars, visible_keys
 
 
 class Bounds(NamedTuple):
@@ -237,21 +236,10 @@ def _documents(ids: Tensor) -> Mask:
 def _evaluated(predicate: Predicate, at: Placement) -> Mask:
     """The predicate itself, at shifted positions, for head 0."""
 
+    asked = over_scalars(predicate) if at.use_vmap else predicate
+
     def ask(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
-        h, m, n = torch.zeros_like(h[:, :1]), m + at.q_offset, n + at.kv_offset
-        if not at.use_vmap:
-            return predicate(b, h, m, n)
-        over = predicate
-        for dims in (
-            (None, None, None, 0),
-            (None, None, 0, None),
-            (None, 0, None, None),
-            (0, None, None, None),
-        ):
-            over = torch.vmap(over, in_dims=dims)
-        # Under vmap a tensor cannot be indexed by a scalar tensor without this.
-        with TransformGetItemToIndex():
-            return over(b.reshape(-1), h.reshape(-1), m.reshape(-1), n.reshape(-1))
+        return asked(b, torch.zeros_like(h[:, :1]), m + at.q_offset, n + at.kv_offset)
 
     return evaluated_by_tile(ask, (at.B, 1, at.M, at.N), at.device)
 
