@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
+
+from ..core.backends import is_interpreted
 
 
 class Config(NamedTuple):
@@ -23,11 +24,6 @@ def compiler_options(config: Config) -> dict[str, Any]:
     """What the compiler is told. Products and sums fuse: Triton 3.10 will not by itself."""
     warps, stages = config.num_warps, config.num_stages
     return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-
-
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU. Settled when they are imported."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 def architecture_of(device: torch.device) -> str:
