@@ -117,8 +117,6 @@ def forward_config(key: Key) -> Config:
         return _elsewhere(key).forward
     if key.is_heavy:
         return Config(128, 32, 8, 2)
-    if key.width <= 64:
-        return Config(128, 64, 8, 3)
     if key.width <= 128:
         return Config(64, 64, 4, 3)
     if key.width <= 192:

@@ -140,18 +140,25 @@ class TritonCall:
         config: Config,
         arguments: Sequence[Any],
         *tag: Any,
-    ) -> None:
-        """Launch a kernel; a reusable call looks it up once. tag: what else it was compiled for."""
+    ) -> Any:
+        """Launch a kernel; a reusable call looks it up once.
+
+        tag: what else its binary is made for, beside what the call itself settles: the dtypes and
+        layouts of tensors that are not the call's own, and constants. What has coded strides and is
+        not read by rows needs none.
+        Returns: of a reusable call the compiled kernel, where there is one.
+        """
         if not self.is_reusable:
             launch(kernel, grid, config, arguments, self.device)
-            return
+            return None
         x, y, z = (*grid, 1, 1)[:3]
         key = (id(kernel), grid, config, tag)
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._compiled[key] = launch(kernel, grid, config, arguments, self.device)
+            compiled = self._compiled[key] = launch(kernel, grid, config, arguments, self.device)
         else:
             relaunch(compiled, (x, y, z), arguments, self.device)
+        return compiled
 
     @cached_property
     def key(self) -> Key:

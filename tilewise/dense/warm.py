@@ -48,8 +48,11 @@ def key_of(
     rest: whatever else tells calls apart.
     """
     is_plain = type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES
-    if not is_plain or terms["dropout_p"] != 0.0 or any(terms[x] is not None for x in _EXTRAS):
+    if not is_plain or terms["dropout_p"] != 0.0:
         return None
+    for name in _EXTRAS:
+        if terms[name] is not None:
+            return None
     if type(terms["scale"]) not in _NUMBERS or type(terms["softcap"]) not in _NUMBERS:
         return None
     mask_key = mask.key if isinstance(mask, Mask) else None
