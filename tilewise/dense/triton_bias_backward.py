@@ -18,7 +18,7 @@ from ..kernels.placement import sequence_at
 from ..kernels.recompute import Upstream, load_rows, recompute
 from ..kernels.structs import code, decode
 from ..kernels.tiles import load_tile, row_base
-from .config import bias_config
+from .config import sums_config
 from .triton_call import TritonCall
 
 
@@ -120,7 +120,7 @@ def bias_gradient(call: TritonCall, bias: Tensor, upstream: Upstream, row_sums: 
     """
     if bias.shape[3] == 1:
         return _sum_to(_rows_by_sequence(call, bias, row_sums).unsqueeze(3), bias)
-    config = bias_config(call.key)
+    config = sums_config(call.key)
     plan = call.plan_rows(config)
     n_sequences = call.piece.positions.B
     rows, cols = bias.shape[2:]

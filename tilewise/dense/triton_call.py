@@ -17,7 +17,7 @@ from ..core.mask_bits import BIT_TILE, Bits, materialise
 from ..core.philox import drop_threshold
 from ..core.tiles import row_intervals
 from ..kernels import lists, masks
-from ..kernels.launch import Config, architecture_of, launch, relaunch
+from ..kernels.launch import UNTILED, Config, architecture_of, launch, relaunch
 from ..kernels.structs import (
     Bias,
     Build,
@@ -410,7 +410,7 @@ class TritonCall:
         launch(
             kernel,
             (total * heads,),
-            Config(0, 0, 4, 1),
+            UNTILED,
             (place, mask, self.place_kind, self.mask_kind, config.block_m, config.block_n, strip),
             self.device,
         )

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernels.keys import load_keys
 from ..kernels.launch import relaunch
-from ..kernels.masks import BAND, key_span, partial_tile, visible, whole_tile
+from ..kernels.masks import key_span, partial_tile, whole_tile
 from ..kernels.placement import FIRST_Q_TILE, locate
 from ..kernels.scores import add_terms, keep_tile
 from ..kernels.softmax import join_sink, softmax_end, softmax_step
@@ -93,24 +94,13 @@ def _visit(
     IS_PARTIAL: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
     """One key tile: its scores, its step of the softmax, its share of the output."""
-    BLOCK_M: tl.constexpr = BUILD.block_m
-    BLOCK_N: tl.constexpr = BUILD.block_n
     DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims
     terms = call.terms
-    m = (m0 + tl.arange(0, BLOCK_M))[:, None]
-    n = n0 + tl.arange(0, BLOCK_N)
-    # Keys that no row of the tile sees may be NaN, or not there.
-    mask_n = (n >= span.start) & (n < span.stop)
-    seen = m
-    if IS_PARTIAL:
-        seen = visible(call.mask, seq, h, m, n[None, :], m0, n0, BUILD)
-        if BUILD.mask != BAND:
-            mask_n = mask_n & (tl.max(seen.to(tl.int32), 0) > 0)
-    k_base = bases[0] + n0.to(tl.int64) * k_stride
-    v_base = bases[1] + n0.to(tl.int64) * v_stride
-    k_tile = load_tile(k_base, k_stride, mask_n, IS_PARTIAL, BLOCK_N, DIMS, BUILD.is_wide)
-    v_tile = load_tile(v_base, v_stride, mask_n, IS_PARTIAL, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
+    m = (m0 + tl.arange(0, BUILD.block_m))[:, None]
+    k_tile, v_tile, n, seen = load_keys(
+        bases, k_stride, v_stride, call, seq, span, h, m, m0, n0, IS_PARTIAL, BUILD
+    )
     s = dot_rows(q_tile, k_tile, DIMS, BUILD)
     if not BUILD.is_folded:
         s, _ = add_terms(s, terms, seq, h, m, n[None, :], BUILD)

@@ -21,6 +21,10 @@ class Config(NamedTuple):
     num_stages: int
 
 
+# Of a kernel without tiles.
+UNTILED = Config(0, 0, 4, 1)
+
+
 def compiler_options(config: Config) -> dict[str, Any]:
     """What the compiler is told. Products and sums fuse: Triton 3.10 will not by itself."""
     warps, stages = config.num_warps, config.num_stages
