@@ -104,9 +104,9 @@ def _elsewhere(key: Key) -> _Row:
     return _Row(row.width, row.forward._replace(num_stages=1), backward)
 
 
-# Light 16-bit calls on sm_90 were measured on an H200 with Triton 3.6 (2026-11-29): the best of 7 to
-# 14 each, at 16k and 4k tokens. Blackwell, heavy calls and fp32 have what `make compile-test` shows
-# to fit and to spill little.
+# Light 16-bit calls on sm_90 were measured on an H200 with Triton 3.6 (2026-11-29): the best of 7
+# to 14 each, at 16k and 4k tokens. Blackwell, heavy calls and fp32 have what `make compile-test`
+# shows to fit and to spill little.
 def forward_config(key: Key) -> Config:
     if key.architecture == "interpreter":
         return Config(32, 32, 4, 1)

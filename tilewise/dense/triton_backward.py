@@ -404,6 +404,8 @@ def _slope_gradient(call: TritonCall, slopes: Tensor, rows: Tensor) -> Tensor:
         return rows.sum(2).to(slopes.dtype)
     documents, _ = call.document_rows
     total = torch.zeros(slopes.shape, dtype=torch.float32, device=rows.device)
+    if total.numel() == 0:
+        return total.to(slopes.dtype)
     place = documents * call.H + torch.arange(call.H, device=rows.device)[:, None]
     total.view(-1).index_put_((place.reshape(-1),), rows.reshape(-1), accumulate=True)
     return total.to(slopes.dtype)

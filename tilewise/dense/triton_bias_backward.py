@@ -151,8 +151,9 @@ def _rows_by_sequence(call: TritonCall, bias: Tensor, rows: Tensor) -> Tensor:
     place = documents if reach == 1 else documents * reach + local.clamp(0, reach - 1)
     n_sequences = call.piece.positions.B
     total = torch.zeros(call.H, n_sequences * reach, dtype=torch.float32, device=rows.device)
-    place = place + torch.arange(call.H, device=rows.device)[:, None] * total.shape[1]
-    total.view(-1).index_put_((place.reshape(-1),), rows.reshape(-1), accumulate=True)
+    if total.numel() > 0:
+        place = place + torch.arange(call.H, device=rows.device)[:, None] * total.shape[1]
+        total.view(-1).index_put_((place.reshape(-1),), rows.reshape(-1), accumulate=True)
     return total.unflatten(1, (n_sequences, reach)).transpose(0, 1)
 
 

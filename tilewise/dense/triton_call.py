@@ -49,6 +49,7 @@ _NO_MASK = absent(MaskData)
 _FEW_INTERVALS = 4
 # Two programs for each of a large GPU's processors.
 ENOUGH_PROGRAMS = 264
+_LEAST_SCALE = 1e-37
 _PIECES = (16, 32, 64, 128, 256)
 # Tensor cores cut off what does not fit while they add up. Of three tf32 products the mean error of
 # S on an H200 was 2.7 eps of its mean at D 128 and 5.1 at D 256 in one piece, 1.0 and 1.3 in pieces
@@ -85,7 +86,8 @@ class TritonCall:
         self.dims = cut_dim(D, widest), cut_dim(E, widest)
         terms = piece.terms
         is_plain = terms.softcap is None and terms.bias is None and terms.alibi_slopes is None
-        self.is_folded = is_plain and terms.scale > 0.0
+        # Where fp32 would make it 0, a hidden score of -inf must not meet it.
+        self.is_folded = is_plain and terms.scale > _LEAST_SCALE
         positions = piece.positions
         op_offset = None
         if not positions.lengths:

@@ -79,15 +79,16 @@ def _write_sequences(call: TritonCall, table: Tensor, block_m: int, block_n: int
     offsets = offset if isinstance(offset, Tensor) else None
     own = offset if isinstance(offset, int) else 0
     ones = (offsets, band.lows, band.highs)
-    lengths = Lengths(
+    given = (
         positions.cu_seqlens_q,
         positions.cu_seqlens_k,
         positions.seqused_q,
         positions.seqused_k,
-        positions.q_start if isinstance(positions.q_start, Tensor) else None,
-        positions.k_start if isinstance(positions.k_start, Tensor) else None,
+        positions.q_start,
+        positions.k_start,
         *ones,
     )
+    lengths = Lengths(*(x.contiguous() if isinstance(x, Tensor) else None for x in given))
     launch(
         placement.place_sequences,
         (1,),

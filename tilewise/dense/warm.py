@@ -7,6 +7,7 @@ that is found once. Whatever is unusual about a call makes it a cold one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ _NUMBERS = (float, int, type(None))
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _EXTRAS = ("alibi_slopes", "bias", "sinks")
 _kept: dict[tuple[Any, ...], Warm] = {}
+_keeping = threading.Lock()
 
 
 class Warm(NamedTuple):
@@ -84,7 +86,8 @@ def keep(
     key: tuple[Any, ...] | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, dtype: Any
 ) -> None:
     """Make the next call like this one a warm one."""
-    if key is None or arguments.backend != "triton":
+    # A backward wants out as exact as q is, and a warm call stores it once.
+    if key is None or arguments.backend != "triton" or torch.promote_types(dtype, q.dtype) != dtype:
         return
     from .triton_call import TritonCall
     from .triton_forward import Forward
@@ -93,8 +96,9 @@ def keep(
     call = TritonCall(piece)
     if not call.is_reusable:
         return
-    while len(_kept) >= _MOST_KEPT:
-        _kept.pop(next(iter(_kept)), None)
     forward = Forward(call, dtype)
     call.release()
-    _kept[key] = Warm(arguments, forward)
+    with _keeping:
+        while len(_kept) >= _MOST_KEPT:
+            _kept.pop(next(iter(_kept)))
+        _kept[key] = Warm(arguments, forward)
