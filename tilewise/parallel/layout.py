@@ -12,8 +12,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Layout:
     name: str
     size: int
     runs: tuple[Tensor, ...]
-    _cache: dict[object, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _cache: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -61,9 +62,13 @@ class Layout:
         return tuple(int((run[:, 1] - run[:, 0]).sum()) for run in self.runs)
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """What the layout is, to be compared and hashed."""
-        return self.name, self.size, tuple(tuple(run.flatten().tolist()) for run in self.runs)
+    def key(self) -> str:
+        """What the layout is, to be compared; short for any number of runs."""
+        if "key" not in self._cache:
+            parts = [run.numpy().tobytes() for run in self.runs]
+            digest = sha256(b"".join([*parts, repr([len(part) for part in parts]).encode()]))
+            self._cache["key"] = f"{self.name}, {self.size} tokens: {digest.hexdigest()[:16]}"
+        return str(self._cache["key"])
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """The positions of a rank's tokens in the whole sequence, int64 `[length]`, ascending."""
@@ -74,20 +79,25 @@ class Layout:
             first = lengths.cumsum(0) - lengths
             shift = torch.repeat_interleave(starts - first, lengths)
             self._cache[key] = (torch.arange(shift.numel()) + shift).to(device)
-        return self._cache[key]
+        positions: Tensor = self._cache[key]
+        return positions
 
-    def order(self, device: torch.device | str = "cpu") -> Tensor:
+    def order(self, device: torch.device | str = "cpu", *, padded: bool = False) -> Tensor:
         """Where each token of the sequence stands in the ranks' storages laid one after the other.
 
         int64 `[S]`; `torch.cat(shards, dim).index_select(dim, order)` is the whole sequence.
+        padded: each rank's storage takes as much room as the longest.
         """
-        key = ("order", str(device))
+        key = ("order", str(device), padded)
         if key not in self._cache:
-            stored = torch.cat([self.positions(rank) for rank in range(self.ranks)])
-            order = torch.empty_like(stored)
-            order[stored] = torch.arange(stored.numel())
+            order, first, longest = torch.empty(self.size, dtype=torch.int64), 0, max(self.lengths)
+            for rank, length in enumerate(self.lengths):
+                at = rank * longest if padded else first
+                order[self.positions(rank)] = torch.arange(at, at + length)
+                first += length
             self._cache[key] = order.to(device)
-        return self._cache[key]
+        found: Tensor = self._cache[key]
+        return found
 
     def shard(self, x: Tensor, rank: int, *, dim: int = 1) -> Tensor:
         """The part of `x` (tokens along `dim`) that `rank` holds. Differentiable.
@@ -126,6 +136,16 @@ class Layout:
         groups = range(0, self.ranks, inner)
         runs = tuple(_join_runs(torch.cat(self.runs[g : g + inner])) for g in groups)
         return Layout(f"{self.name} in groups of {inner}", self.size, runs)
+
+    def within(self, first: int, count: int) -> Layout:
+        """How ranks `[first, first + count)` hold what they hold together, numbered from 0."""
+        members = [self.positions(rank) for rank in range(first, first + count)]
+        together = torch.cat(members).sort().values
+        runs = []
+        for positions in members:
+            at = torch.searchsorted(together, positions)
+            runs.append(_join_runs(torch.stack([at, at + 1], -1)))
+        return Layout(f"{self.name}, ranks {first} on", together.numel(), tuple(runs))
 
     def segments(
         self, mask: Mask, rank: int, source: int, *, batch: int = 1, heads: int = 1

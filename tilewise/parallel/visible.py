@@ -38,8 +38,8 @@ def local_intervals(
     Args:
         mask: with its tensors on the CPU. rows `[M]`, columns `[N]`: positions, ascending.
     Returns: lows and highs `[b, h, M, I]`, half-open, disjoint; high == low where empty. b and h
-        are 1 where the mask does not tell batches and heads apart. They are what is visible where the
-        mask is exact, and cover it otherwise.
+        are 1 where the mask does not tell batches and heads apart. They are what is visible where
+        the mask is exact, and cover it otherwise.
     """
     size = int(columns[-1]) + 1 if columns.numel() else 0
     parts = [_intervals_of(mask, part, size, B, H) for part in rows.split(_ROWS)]
