@@ -36,7 +36,7 @@ class Way:
         return self.layout.ranks
 
 
-def _place(rank: Rank, way: Way) -> dict[str, Any]:
+def place(rank: Rank, way: Way) -> dict[str, Any]:
     where = {"group": rank.groups[way.ranks]} if way.mesh is None else {}
     if way.mesh is not None:
         where = {"mesh": rank.meshes[way.mesh]}
@@ -53,7 +53,7 @@ def forward(
     leaves = {n: shard(x, n, way.layout, rank.index).requires_grad_() for n, x in tensors.items()}
     q, k, v = (leaves[name] for name in BY_TOKEN)
     extras = {name: x for name, x in leaves.items() if name not in BY_TOKEN}
-    found = context_parallel_attention_partial(q, k, v, **extras, **options, **_place(rank, way))
+    found = context_parallel_attention_partial(q, k, v, **extras, **options, **place(rank, way))
     rank.kept["graph"] = (list(leaves.values()), found)
     return found.out.detach(), found.lse.detach()
 

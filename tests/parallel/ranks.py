@@ -119,7 +119,7 @@ def _serve(rank: int, store: str, pipe: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        store=dist.FileStore(store, WORLD),
         rank=rank,
         world_size=WORLD,
         timeout=timedelta(seconds=TIMEOUT_S),

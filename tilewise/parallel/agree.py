@@ -7,14 +7,17 @@ TILEWISE_CHECK=1. A rank that then goes its own way meets the process group's ti
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from hashlib import sha256
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from ..core.mask import Mask
 from .comm import Link
 
+T = TypeVar("T")
 Signature = dict[str, str]
 
 
@@ -61,3 +64,27 @@ def describe_mask(mask: Mask) -> str:
 
 def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().numpy().tobytes()
+
+
+class Memo(Generic[T]):
+    """What first uses found, by the groups that made them.
+
+    The members of a group make the same calls, and so remember and forget the same ones. What one
+    rank remembered and another did not would let them part at the next agreement.
+    """
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._known: dict[tuple[str, ...], OrderedDict[Any, T]] = {}
+
+    def recall(self, links: Sequence[Link], key: object, find: Callable[[], T]) -> T:
+        """What `find` returned at the first use of `key`, or returns."""
+        names = tuple(str(link.group.group_name) for link in links)
+        known = self._known.setdefault(names, OrderedDict())
+        found = known.get(key)
+        if found is None or is_forced():
+            found = known[key] = find()
+            while len(known) > self._most:
+                known.popitem(last=False)
+        known.move_to_end(key)
+        return found

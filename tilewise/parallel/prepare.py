@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from ..core.mask_leaves import full
 from ..core.shapes import check_broadcastable
 from ..dense.checks import check_call
 from ..dense.choice import choose as choose_backend
-from .agree import Signature, agree, describe_mask, is_forced
+from .agree import Memo, Signature, agree, describe_mask
 from .choice import ScheduleChoice
 from .choice import choose as choose_schedule
 from .comm import Link
@@ -93,10 +92,7 @@ class Prepared:
     kept: tuple[Any, ...]
 
 
-# By the names of the groups: their members make the same calls, and so forget the same ones. What
-# one rank remembered and another did not would let them part at the next agreement.
-_prepared: dict[tuple[str, ...], OrderedDict[tuple[Any, ...], Prepared]] = {}
-_MOST_PREPARED = 64
+_prepared: Memo[Prepared] = Memo()
 
 
 def links_of(mesh: Any, group: Any) -> tuple[Link, ...]:
@@ -116,17 +112,7 @@ def links_of(mesh: Any, group: Any) -> tuple[Link, ...]:
 
 def prepare(given: Given) -> Prepared:
     """What a call like this one found at its first use, or find it."""
-    known = _prepared.setdefault(
-        tuple(str(link.group.group_name) for link in given.links), OrderedDict()
-    )
-    key = _key(given)
-    prepared = known.get(key)
-    if prepared is None or is_forced():
-        prepared = known[key] = _prepare(given)
-        while len(known) > _MOST_PREPARED:
-            known.popitem(last=False)
-    known.move_to_end(key)
-    return prepared
+    return _prepared.recall(given.links, _key(given), lambda: _prepare(given))
 
 
 def _key(given: Given) -> tuple[Any, ...]:
