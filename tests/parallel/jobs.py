@@ -187,3 +187,24 @@ def explained(rank: Rank, ranks: int, size: int, heads: tuple[int, int], mesh: A
     choice = tw.explain_schedule(*leaves, layout=layout, **where)
     out = tw.context_parallel_attention(*leaves, layout=layout, **where)
     return [choice.name, choice.reason, dict(choice.rejected), dict(choice.received), out.detach()]
+
+
+def trained_model(
+    rank: Rank, ranks: int, config: Any, batch: dict[str, Tensor], mask: Any, way: dict[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """Loss and parameter gradients of a model of Transformers, summed over ranks."""
+    from transformers import AutoModelForCausalLM
+
+    from tilewise.integrations.transformers import ContextParallel, register
+
+    group = rank.groups[ranks]
+    spread = ContextParallel(group=group, schedule=way["schedule"])
+    register("tilewise_ranks", context_parallel=spread)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="tilewise_ranks")
+    loss = model(**spread.shard(batch, mask=mask)).loss
+    loss.backward()
+    results = [loss.detach(), *(p.grad for p in model.parameters())]
+    for x in results:
+        dist.all_reduce(x, group=group)
+    return results[0], results[1:]
