@@ -208,3 +208,10 @@ def trained_model(
     for x in results:
         dist.all_reduce(x, group=group)
     return results[0], results[1:]
+
+
+def benched(rank: Rank, request: Any) -> list[Any]:
+    """The bench's own job, in the process group of all ranks."""
+    from tilewise.bench.parallel.ranks import measure_here
+
+    return measure_here(request)

@@ -160,7 +160,7 @@ def _attend(
     if bias is not None:
         tensors = {**tensors, "bias": bias.reshape((1,) * (4 - bias.dim()) + bias.shape)}
     out_dtype = q.dtype if out_dtype is None else out_dtype
-    run = _Run(prepared, terms, out_dtype)
+    run = Run(prepared, terms, out_dtype)
     if prepared.swap is None:
         return run.local(q, k, v, tensors)
     return run.swapped(q, k, v, tensors, is_partial=is_partial)
@@ -175,7 +175,7 @@ def _draw(given: Given) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """One call, prepared."""
 
     prepared: Prepared

@@ -133,7 +133,7 @@ class Accumulator:
     ) -> None:
         """Merge the partials of some calls into their rows."""
         for call in calls:
-            part = _run(q, k, v, call, extras, terms)
+            part = run_call(q, k, v, call, extras, terms)
             out, lse = self.out[:, call.q0 : call.q1], self.lse[..., call.q0 : call.q1]
             merged = merge([Partial(out, lse), part])
             out.copy_(merged.out)
@@ -146,7 +146,8 @@ class Accumulator:
         return merge([Partial(self.out, self.lse), Partial(torch.zeros_like(self.out), logits)])
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, call: Call, extras: Extras, terms: Terms) -> Partial:
+def run_call(q: Tensor, k: Tensor, v: Tensor, call: Call, extras: Extras, terms: Terms) -> Partial:
+    """The partial of one call, of the rows and keys that it names."""
     q = q[:, call.q0 : call.q1]
     k, v = k[:, call.k0 : call.k1], v[:, call.k0 : call.k1]
     extras, numbering = extras._replace(bias=slice_bias(extras.bias, call)), terms.numbering

@@ -24,6 +24,8 @@ from .visible import as_band, as_table, local_intervals, on_device
 
 # More pieces than this become one call with a table. A piece is a launch and a merge.
 MOST_PIECES = 8
+# With more runs than this there are more pieces; they are not even counted.
+MOST_PAIRS = 64
 # Beyond this, pieces that need their positions (ALiBi, bias, dropout) are refused.
 MOST_POSITIONED = 1024
 
@@ -158,7 +160,7 @@ def plan_calls(mask: Mask, rows: Side, columns: Side, request: Request) -> list[
         if band is not None:
             return [Call(q0, q1, k0, k1, band)]
     pairs = rows.runs.shape[0] * columns.runs.shape[0]
-    if pairs <= MOST_POSITIONED:
+    if pairs <= (MOST_POSITIONED if request.by_position else MOST_PAIRS):
         calls = _pieces(mask, rows, columns, bounds, request)
         if request.by_position or len(calls) <= MOST_PIECES:
             return calls
