@@ -215,3 +215,10 @@ def benched(rank: Rank, request: Any) -> list[Any]:
     from tilewise.bench.parallel.ranks import measure_here
 
     return measure_here(request)
+
+
+def example(rank: Rank, ranks: int, text: Tensor, settings: Any) -> list[float]:
+    """The loss curve of examples/train_long.py."""
+    from examples import train_long
+
+    return train_long.train(text, settings, rank.groups[ranks])
