@@ -222,3 +222,18 @@ def example(rank: Rank, ranks: int, text: Tensor, settings: Any) -> list[float]:
     from examples import train_long
 
     return train_long.train(text, settings, rank.groups[ranks])
+
+
+def weighed(rank: Rank, way: Way, tensors: dict[str, Tensor]) -> int:
+    """The most bytes alive in a step, above the tensors that the rank was given."""
+    from tilewise.bench.memory import observe
+
+    leaves = own(rank, way, tensors)
+
+    def step() -> None:
+        out = tw.context_parallel_attention(*leaves, mask=tw.causal(), **place(rank, way))
+        torch.autograd.grad(out.sum(), leaves)
+
+    # Plans are made before, once for all steps.
+    step()
+    return observe(step, torch.device("cpu")).peak_bytes

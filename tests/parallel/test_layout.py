@@ -17,6 +17,7 @@ from tilewise.core.positions import Positions
 from tilewise.core.tiles import key_ranges
 from tilewise.parallel import layout as layouts
 from tilewise.parallel.layout import Layout
+from tilewise.parallel.plan import Request, make_plan
 from tilewise.parallel.visible import as_band, as_table, local_intervals, on_device, visible
 
 RANKS = (1, 2, 3, 4, 8)
@@ -195,6 +196,28 @@ def test_visible_takes_any_keys() -> None:
         at = Index(zero, zero, rows.reshape(1, 1, -1, 1), columns.reshape(1, 1, 1, -1), 0)
         want = (rows.unsqueeze(1) + columns) % 3 == 0
         assert torch.equal(visible(mask, at)[0, 0], want)
+
+
+@pytest.mark.parametrize("mask", ("causal", "documents", "padding", "prefix", "by head"))
+def test_plans_stay_on_the_host(mask: str) -> None:
+    """Whatever torch's default device is; on this one nothing could be read."""
+    made = (
+        MASKS[mask](61)
+        if mask in MASKS
+        else tw.intervals(torch.zeros(1, 3, 61, 1).long(), torch.ones(1, 3, 61, 1).long())
+    )
+    request = Request(2, 3, False, torch.device("cpu"))
+    with torch.device("meta"):
+        for name in LAYOUTS:
+            layout = LAYOUTS[name](61, 3)
+            layout.areas(made, batch=2, heads=3)
+            layout.order(padded=True)
+            plans = [
+                make_plan(made, layout, rank, request, gathers=g)
+                for rank in range(3)
+                for g in (False, True)
+            ]
+            assert all(call.mask is not None for plan in plans for call in plan.whole)
 
 
 # ---------------------------------------------------------------- balance

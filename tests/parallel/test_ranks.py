@@ -62,6 +62,24 @@ def test_a_window_stops_the_ring_early() -> None:
         assert none == back == {}
 
 
+# ---------------------------------------------------------------- memory
+
+
+def peak(schedule: str, ranks: int, own: int) -> int:
+    """The most that any rank held, with `own` tokens on each."""
+    way = Way(schedule, zigzag(own * ranks, ranks))
+    return max(RANKS.run(ranks, jobs.weighed, way, jobs.qkv(own * ranks)))
+
+
+def test_memory_of_a_ring_is_that_of_a_rank_s_share() -> None:
+    """With as many tokens on each rank, eight ranks hold no more each than three."""
+    few, many = peak("ring", 3, 512), peak("ring", 8, 512)
+    assert many <= 1.02 * few
+    assert peak("ring", 3, 1024) > few
+    # Which gathers the keys of all.
+    assert peak("all_gather", 8, 512) > many
+
+
 # ---------------------------------------------------------------- disagreement
 
 

@@ -78,7 +78,7 @@ class Layout:
             lengths = stops - starts
             first = lengths.cumsum(0) - lengths
             shift = torch.repeat_interleave(starts - first, lengths)
-            self._cache[key] = (torch.arange(shift.numel()) + shift).to(device)
+            self._cache[key] = (torch.arange(shift.numel(), device="cpu") + shift).to(device)
         positions: Tensor = self._cache[key]
         return positions
 
@@ -90,10 +90,11 @@ class Layout:
         """
         key = ("order", str(device), padded)
         if key not in self._cache:
-            order, first, longest = torch.empty(self.size, dtype=torch.int64), 0, max(self.lengths)
+            order = torch.empty(self.size, dtype=torch.int64, device="cpu")
+            first, longest = 0, max(self.lengths)
             for rank, length in enumerate(self.lengths):
                 at = rank * longest if padded else first
-                order[self.positions(rank)] = torch.arange(at, at + length)
+                order[self.positions(rank)] = torch.arange(at, at + length, device="cpu")
                 first += length
             self._cache[key] = order.to(device)
         found: Tensor = self._cache[key]
@@ -159,7 +160,7 @@ class Layout:
         keys = self.runs[source].tolist()
         for q0, q1 in self.runs[rank].tolist():
             for k0, k1 in keys:
-                rows, columns = torch.arange(q0, q1), torch.arange(k0, k1)
+                rows, columns = (torch.arange(*x, device="cpu") for x in ((q0, q1), (k0, k1)))
                 lows, highs = local_intervals(mask, rows, columns, batch, heads)
                 seen = (highs - lows).sum(-1)
                 kind = PARTIAL
@@ -212,9 +213,9 @@ def striped(size: int, ranks: int, *, block: int = 1) -> Layout:
     _check(size, ranks)
     if block < 1:
         raise ValueError(f"striped: block must be at least 1, got {block}.")
-    starts = torch.arange(0, size, block)
+    starts = torch.arange(0, size, block, device="cpu")
     chunks = torch.stack([starts, (starts + block).clamp(max=size)], -1)
-    owners = torch.arange(starts.numel()) % ranks
+    owners = torch.arange(starts.numel(), device="cpu") % ranks
     name = "striped" if block == 1 else f"striped by {block}"
     runs = tuple(_join_runs(chunks[owners == rank]) for rank in range(ranks))
     return Layout(name, size, runs)
@@ -301,8 +302,8 @@ def _fold(chunks: int) -> list[int]:
 def _from_chunks(
     name: str, size: int, chunks: Sequence[tuple[int, int]], owners: list[int], ranks: int
 ) -> Layout:
-    edges = torch.tensor(chunks, dtype=torch.int64).reshape(-1, 2)
-    owner = torch.tensor(owners, dtype=torch.int64)
+    edges = torch.tensor(chunks, dtype=torch.int64, device="cpu").reshape(-1, 2)
+    owner = torch.tensor(owners, dtype=torch.int64, device="cpu")
     runs = tuple(_join_runs(edges[owner == rank]) for rank in range(ranks))
     return Layout(name, size, runs)
 
@@ -314,5 +315,5 @@ def _join_runs(runs: Tensor) -> Tensor:
     if runs.shape[0] < 2:
         return runs
     apart = runs[1:, 0] != runs[:-1, 1]
-    yes = torch.ones(1, dtype=torch.bool)
+    yes = torch.ones(1, dtype=torch.bool, device="cpu")
     return torch.stack([runs[torch.cat([yes, apart]), 0], runs[torch.cat([apart, yes]), 1]], -1)

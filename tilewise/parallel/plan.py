@@ -59,7 +59,8 @@ class Side:
 
     @classmethod
     def whole(cls, size: int) -> Side:
-        return cls(torch.arange(size), torch.tensor([[0, size]] if size else []).reshape(-1, 2))
+        runs = torch.tensor([[0, size]], device="cpu")
+        return cls(torch.arange(size, device="cpu"), runs if size else runs[:0])
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def local_intervals(
     size = int(columns[-1]) + 1 if columns.numel() else 0
     parts = [_intervals_of(mask, part, size, B, H) for part in rows.split(_ROWS)]
     if not parts:
-        nothing = torch.zeros(1, 1, 0, 1, dtype=torch.int64)
+        nothing = torch.zeros(1, 1, 0, 1, dtype=torch.int64, device="cpu")
         return nothing, nothing
     starts, stops = (torch.cat(side, 2) for side in zip(*parts, strict=True))
     used = (stops > starts).flatten(0, 2).any(0)
@@ -55,8 +55,14 @@ def local_intervals(
 
 
 def _intervals_of(mask: Mask, rows: Tensor, size: int, B: int, H: int) -> tuple[Tensor, Tensor]:
-    b, h = torch.arange(B).reshape(-1, 1, 1, 1), torch.arange(H).reshape(1, -1, 1, 1)
+    b, h = _axes(B, H)
     return row_intervals(mask, Rows(b, h, rows.reshape(1, 1, -1, 1), 0, 0, 0, size))
+
+
+def _axes(B: int, H: int) -> tuple[Tensor, Tensor]:
+    """Indices of batch rows and heads, on the CPU whatever torch's default device is."""
+    b, h = (torch.arange(n, device="cpu") for n in (B, H))
+    return b.reshape(-1, 1, 1, 1), h.reshape(1, -1, 1, 1)
 
 
 def visible(mask: Mask, at: Index) -> Tensor:
@@ -72,18 +78,19 @@ def visible(mask: Mask, at: Index) -> Tensor:
 def area_of_rows(mask: Mask, size: int, B: int = 1, H: int = 1) -> Tensor:
     """How many keys each query of a sequence sees, float64 `[S]`, mean over batch and heads."""
     mask = on_device(mask, B, H, size, "cpu")
-    b, h = torch.arange(B).reshape(-1, 1, 1, 1), torch.arange(H).reshape(1, -1, 1, 1)
+    b, h = _axes(B, H)
     strip = _ROWS if mask.is_exact else max(1, _ELEMENTS // max(1, size * B * H))
     areas = []
-    for rows in torch.arange(size).split(strip):
+    for rows in torch.arange(size, device="cpu").split(strip):
         if mask.is_exact:
             starts, stops = _intervals_of(mask, rows, size, B, H)
             seen = (stops - starts).sum(-1)
         else:
-            at = Index(b, h, rows.reshape(1, 1, -1, 1), torch.arange(size).reshape(1, 1, 1, -1), 0)
+            keys = torch.arange(size, device="cpu").reshape(1, 1, 1, -1)
+            at = Index(b, h, rows.reshape(1, 1, -1, 1), keys, 0)
             seen = mask.visible(at).sum(-1)
         areas.append(seen.to(torch.float64).mean((0, 1)))
-    return torch.cat(areas) if areas else torch.zeros(0, dtype=torch.float64)
+    return torch.cat(areas) if areas else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 def as_band(lows: Tensor, highs: Tensor, N: int) -> Mask | None:
@@ -94,7 +101,7 @@ def as_band(lows: Tensor, highs: Tensor, N: int) -> Mask | None:
     if lows.shape[:2] != (1, 1) or lows.shape[-1] != 1:
         return None
     low, high = lows.flatten(), highs.flatten()
-    m = torch.arange(low.numel())
+    m = torch.arange(low.numel(), device="cpu")
     seen = high > low
     # The distance of each bound from its row, where the bound is not the edge of storage.
     lefts, rights = (m - low)[seen & (low > 0)], (high - m)[seen & (high < N)]
