@@ -237,3 +237,10 @@ def weighed(rank: Rank, way: Way, tensors: dict[str, Tensor]) -> int:
     # Plans are made before, once for all steps.
     step()
     return observe(step, torch.device("cpu")).peak_bytes
+
+
+def under_autocast(rank: Rank, layout: Layout, tensors: dict[str, Tensor]) -> Tensor:
+    leaves = [layout.shard(x, rank.index) for x in tensors.values()]
+    group = rank.groups[layout.ranks]
+    with torch.autocast("cpu", torch.bfloat16):
+        return tw.context_parallel_attention(*leaves, layout=layout, group=group)

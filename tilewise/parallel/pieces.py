@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..core.partials import Partial, merge
+from ..core.partials import Partial, merge_into
 from ..core.shapes import accumulator_of
 from ..dense.checks import check_call
 from ..dense.ops import Arguments, Attention
@@ -111,22 +111,23 @@ def slice_heads(extras: Extras, heads: slice) -> Extras:
     return Extras(bias, None if slopes is None else slopes[..., heads], extras.sinks)
 
 
-@dataclass
 class Accumulator:
     """The running partial of all rows of this rank: out `[B, M, H, E]`, lse `[B, H, M]`."""
 
-    out: Tensor
-    lse: Tensor
+    def __init__(self, out: Tensor, lse: Tensor, *, is_empty: bool = False) -> None:
+        self.out, self.lse = out, lse
+        self._is_empty = is_empty
 
     @classmethod
     def empty(cls, q: Tensor, E: int) -> Accumulator:
         (B, M, H), dtype = q.shape[:3], accumulator_of(q.dtype)
         out = torch.zeros(B, M, H, E, dtype=dtype, device=q.device)
-        return cls(out, torch.full((B, H, M), float("-inf"), dtype=dtype, device=q.device))
+        lse = torch.full((B, H, M), float("-inf"), dtype=dtype, device=q.device)
+        return cls(out, lse, is_empty=True)
 
     def of_heads(self, heads: slice) -> Accumulator:
-        """A view of some query heads."""
-        return Accumulator(self.out[:, :, heads], self.lse[:, heads])
+        """A view of some query heads, to which nothing was added yet."""
+        return Accumulator(self.out[:, :, heads], self.lse[:, heads], is_empty=self._is_empty)
 
     def add(
         self, q: Tensor, k: Tensor, v: Tensor, calls: Iterable[Call], extras: Extras, terms: Terms
@@ -134,16 +135,22 @@ class Accumulator:
         """Merge the partials of some calls into their rows."""
         for call in calls:
             part = run_call(q, k, v, call, extras, terms)
-            out, lse = self.out[:, call.q0 : call.q1], self.lse[..., call.q0 : call.q1]
-            merged = merge([Partial(out, lse), part])
-            out.copy_(merged.out)
-            lse.copy_(merged.lse)
+            rows = slice(call.q0, call.q1)
+            target = Partial(self.out[:, rows], self.lse[..., rows])
+            if self._is_empty:
+                target.out.copy_(part.out)
+                target.lse.copy_(part.lse)
+            else:
+                merge_into(target, part)
+            # What comes after the first call may meet rows that it did not have.
+            self._is_empty = False
 
     def finish(self, sinks: Tensor | None) -> Partial:
-        if sinks is None:
-            return Partial(self.out, self.lse)
-        logits = sinks.to(self.lse.dtype).reshape(1, -1, 1).expand_as(self.lse)
-        return merge([Partial(self.out, self.lse), Partial(torch.zeros_like(self.out), logits)])
+        whole = Partial(self.out, self.lse)
+        if sinks is not None:
+            logits = sinks.to(self.lse.dtype).reshape(1, -1, 1).expand_as(self.lse)
+            merge_into(whole, Partial(torch.zeros_like(self.out), logits))
+        return whole
 
 
 def run_call(q: Tensor, k: Tensor, v: Tensor, call: Call, extras: Extras, terms: Terms) -> Partial:

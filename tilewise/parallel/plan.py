@@ -133,12 +133,22 @@ class _Placed:
 
 def _count_hops(mask: Mask, layout: Layout, request: Request) -> int:
     """The farthest that any rank's keys travel until nobody further on sees them."""
-    R = layout.ranks
-    held = [layout.positions(rank) for rank in range(R)]
+    R, held = layout.ranks, [layout.positions(rank) for rank in range(layout.ranks)]
+    whole = torch.arange(layout.size, device="cpu")
+    sizes = (request.batch, request.heads)
+    hulls = [
+        _trim(local_intervals(mask, rows, whole, *sizes), (0, rows.numel()), (0, layout.size))
+        for rows in held
+    ]
+    ends = [(int(keys[0]), int(keys[-1])) if keys.numel() else None for keys in held]
     for hops in range(R - 1, 0, -1):
         for rank in range(R):
-            at = (held[rank], held[(rank - hops) % R])
-            lows, highs = local_intervals(mask, *at, request.batch, request.heads)
+            hull, source = hulls[rank], (rank - hops) % R
+            keys = ends[source]
+            # Most pairs are apart, and that takes no tensors to see.
+            if hull is None or keys is None or keys[1] < hull[2] or keys[0] >= hull[3]:
+                continue
+            lows, highs = local_intervals(mask, held[rank], held[source], *sizes)
             if bool((highs > lows).any()):
                 return hops
     return 0
