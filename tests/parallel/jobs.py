@@ -244,3 +244,31 @@ def under_autocast(rank: Rank, layout: Layout, tensors: dict[str, Tensor]) -> Te
     group = rank.groups[layout.ranks]
     with torch.autocast("cpu", torch.bfloat16):
         return tw.context_parallel_attention(*leaves, layout=layout, group=group)
+
+
+def prepared_ahead(rank: Rank, way: Way) -> list[int]:
+    """How many agreements the preparation, a forward and backward, and another mask take."""
+    from tilewise.parallel import comm, context_parallel_prepare
+
+    counts = []
+    asked = comm.Link.gather_objects
+
+    def counted(link: Any, value: object) -> list[Any]:
+        counts[-1] += 1
+        return asked(link, value)
+
+    comm.Link.gather_objects = counted
+    try:
+        leaves = own(rank, way, qkv(way.layout.size))
+        options = {**place(rank, way), "mask": tw.documents([0, 5, way.layout.size])}
+        counts.append(0)
+        context_parallel_prepare(*leaves, **options)
+        counts.append(0)
+        for _ in range(3):
+            tw.context_parallel_attention(*leaves, **options).sum().backward()
+        counts.append(0)
+        options["mask"] = tw.documents([0, 7, way.layout.size])
+        tw.context_parallel_attention(*leaves, **options)
+    finally:
+        comm.Link.gather_objects = asked
+    return counts

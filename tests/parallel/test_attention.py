@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.parallel.over_ranks import Way, check_over_ranks, outcome
+from tests.parallel.ranks import RankError
 from tilewise.parallel import layout as layouts
 from tilewise.parallel.layout import Layout
 
 S, B, H, G, D, E = 61, 2, 6, 2, 16, 8
 EDGES = [0, 9, 9, 40, 53]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "contiguous": layouts.contiguous,
@@ -102,6 +105,8 @@ def terms_of(name: str, tensors: dict[str, Tensor], size: int) -> tuple[dict[str
     extra: dict[str, Tensor] = {}
     if name in ("alibi", "all"):
         extra["alibi_slopes"] = torch.rand(heads) * 0.2
+    if name == "alibi by row":
+        extra["alibi_slopes"] = torch.rand(B, heads) * 0.2
     if name in ("bias", "all"):
         extra["bias"] = torch.randn(B, heads, size, size)
     if name == "key bias":
@@ -116,7 +121,7 @@ def terms_of(name: str, tensors: dict[str, Tensor], size: int) -> tuple[dict[str
     return {**tensors, **extra}, options
 
 
-TERMS = ("softcap", "alibi", "bias", "key bias", "sinks", "dropout", "all")
+TERMS = ("softcap", "alibi", "alibi by row", "bias", "key bias", "sinks", "dropout", "all")
 
 
 @pytest.mark.parametrize("mask", ("causal", "documents", "by head", "predicate"))
@@ -129,7 +134,7 @@ def test_every_term(schedule: str, term: str, mask: str) -> None:
 
 
 @pytest.mark.parametrize("mask", ("causal", "by head"))
-@pytest.mark.parametrize("term", ("softcap", "alibi", "key bias", "sinks", "dropout"))
+@pytest.mark.parametrize("term", ("softcap", "alibi by row", "key bias", "sinks", "dropout"))
 @pytest.mark.parametrize("schedule", ("ulysses", "usp"))
 def test_every_term_where_heads_are_traded(schedule: str, term: str, mask: str) -> None:
     ranks = 3 if schedule == "ulysses" else 4
@@ -213,3 +218,39 @@ def test_dropout_keeps_the_bits_of_one_rank(schedule: str) -> None:
     want = tw.attention(*tensors.values(), dropout_p=0.4)
     assert torch.equal(got == 0, want == 0)
     assert 0.3 < float((got == 0).double().mean()) < 0.5
+
+
+# ---------------------------------------------------------------- everything with everything
+
+
+def combination(index: int) -> tuple[Way, dict[str, Tensor], dict[str, Any], str]:
+    """The index-th choice of all that may be chosen, and the error that it must raise, if any."""
+    choose = random.Random(index).choice
+    schedule, mask = choose(ALL), choose(list(MASKS))
+    ranks = choose((2, 4, 8) if schedule == "usp" else (1, 2, 3, 4, 8))
+    term, heads = choose(("none", *TERMS)), choose(((6, 2), (8, 8), (6, 1)))
+    counts = term not in ("none", "softcap", "sinks")
+    # One token a stripe is hundreds of pieces where something counts by position.
+    layout = choose([name for name in LAYOUTS if not (counts and name == "striped")])
+    if mask == "by head" and heads[0] != H:
+        heads = (H, G)
+    tensors, options = terms_of(term, qkv(heads=heads, dtype=choose(DTYPES)), S)
+    inner = 2 if schedule == "usp" else ranks
+    refusal = ""
+    if schedule in ("ulysses", "usp"):
+        if term in ("bias", "all"):
+            refusal = "bias with rows of its own"
+        elif term == "dropout" and heads[0] % inner:
+            refusal = "dropout counts heads"
+    return way_of(schedule, layout, ranks), tensors, {"mask": MASKS[mask](), **options}, refusal
+
+
+@pytest.mark.parametrize("index", range(60))
+def test_any_combination(index: int) -> None:
+    way, tensors, options, refusal = combination(index)
+    if refusal:
+        with pytest.raises(RankError, match=refusal) as caught:
+            outcome(way, tensors, **options)
+        assert caught.value.kinds == dict.fromkeys(range(way.ranks), "NotImplementedError")
+    else:
+        check_over_ranks(way, tensors, seed=index, **options)

@@ -155,6 +155,12 @@ def test_no_process_group_is_said() -> None:
         tw.context_parallel_attention(*jobs.qkv(4).values(), layout=zigzag(4, 1))
 
 
+def test_what_is_prepared_ahead_is_not_asked_again() -> None:
+    """One agreement a mask, however many layers and steps it serves."""
+    found = RANKS.run(3, jobs.prepared_ahead, Way("ring", zigzag(30, 3)))
+    assert found == [[1, 0, 1]] * 3
+
+
 def test_a_lost_rank_does_not_keep_the_others() -> None:
     """They wait for as long as the process group says."""
     found = RANKS.run(WORLD, jobs.deserted, Way("ring", zigzag(8, 2)), 4.0)

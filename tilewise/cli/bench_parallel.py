@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .options import UsageError, read_lengths, read_output
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
         if getattr(arguments, name) is not None:
             raise UsageError(f"{COMMAND}: --{name} is for the bench of one device.")
     on_gpu, quick = device.type == "cuda", arguments.quick
-    output = None if arguments.output is None else read_output(COMMAND, arguments.output)
+    output = _read_output(arguments.output, device)
     lengths = read_lengths(COMMAND, arguments.lengths)
     lengths = lengths or ([16384, 65536] if on_gpu else [512] if quick else [2048])
     counts = read_ranks(arguments.ranks) or ([2, 4, 8] if on_gpu else [2] if quick else [2, 4])
@@ -93,6 +94,14 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
         console.print_line(f"REFUSED {problem}")
     console.print_line(f"The plan is a model of {H200.name}, at 8192 tokens a rank, causal.")
     return 1 if problems else 0
+
+
+def _read_output(text: str | None, device: torch.device) -> Path | None:
+    from .bench import file_name
+
+    if text and Path(text).is_dir():
+        text = str(Path(text) / f"parallel-{file_name(device)}")
+    return None if text is None else read_output(COMMAND, text)
 
 
 def read_ranks(text: str | None) -> list[int]:

@@ -2,6 +2,7 @@
 
 from .api import context_parallel_attention as context_parallel_attention
 from .api import context_parallel_attention_partial as context_parallel_attention_partial
+from .api import context_parallel_prepare as context_parallel_prepare
 from .api import explain_schedule as explain_schedule
 from .choice import ScheduleChoice as ScheduleChoice
 from .comm import Traffic as Traffic

@@ -112,6 +112,40 @@ def context_parallel_attention_partial(
     return _attend(q, k, v, where, scalars, tensors, out_dtype, is_partial=True)
 
 
+def context_parallel_prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout,
+    mesh: Any = None,
+    group: Any = None,
+    schedule: str = "auto",
+    mask: Mask = _FULL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> None:
+    """Check, agree and plan ahead, so that calls like this one only compute.
+
+    Once a batch, before the model runs: the first call with a new mask or layout does this
+    otherwise, on the host, in the middle of the forward pass.
+
+    Args: those of the calls to come; of tensors only their form matters.
+    Raises: as `context_parallel_attention`.
+    """
+    tensors = {"alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks}
+    scalars = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+    where = Where(mesh, group, layout, schedule, mask, backend)
+    check_are_tensors(OP, {"q": q, "k": k, "v": v})
+    prepare(Given(*_autocast(q, k, v), where, links_of(mesh, group), scalars, tensors))
+
+
 def explain_schedule(
     q: Tensor,
     k: Tensor,
@@ -218,8 +252,10 @@ class Run:
         if q_all.shape[2]:
             out, lse = self.local(q_all, k_all, v_all, _of_heads(tensors, own))
         else:
-            # A rank without heads still trades, backward too.
+            # A rank without heads still trades, backward too, and its parameters' gradients are 0.
             out = q_all[..., :1].expand(*q_all.shape[:3], v.shape[3]).to(self.out_dtype)
+            for x in tensors.values():
+                out = out if x is None else out + x[:0].sum().to(self.out_dtype)
             lse = q_all[..., 0].transpose(1, 2).to(accumulator_of(q.dtype))
         (out,) = to_heads(swap, [q_heads], [H], out)
         if is_partial:

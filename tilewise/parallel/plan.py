@@ -103,7 +103,8 @@ def make_plan(
     B, H, size = request.batch, request.heads, layout.size
     here = on_device(mask, B, H, size, "cpu")
     rows = Side.of(layout, rank)
-    placed = _Placed({id(here): on_device(mask, B, H, size, request.device)}, request)
+    # One copy for all calls that take the mask as it is.
+    placed = _Placed({id(here): on_device(here, B, H, size, request.device)}, request)
     if gathers:
         return Plan((), 0, placed.all(plan_calls(here, rows, Side.whole(size), request)))
     calls = tuple(

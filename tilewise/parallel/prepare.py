@@ -136,8 +136,13 @@ def _prepare(given: Given) -> Prepared:
         _check(given)
         schedule = choose(given).name
         q, where = given.q, given.where
-        mask = on_device(where.mask, q.shape[0], q.shape[2], where.layout.size, q.device)
-        mask.check_contents(q.shape[0], q.shape[2])
+        sizes = (q.shape[0], q.shape[2], where.layout.size)
+        # A predicate is evaluated where its tensors are; everything else is read on the host.
+        mask = where.mask
+        if mask.has_predicate:
+            mask = mask.lowered(*sizes, sizes[2], q.device)
+        mask = on_device(mask, *sizes, "cpu")
+        mask.check_contents(*sizes[:2])
         prepared = _plan(given, schedule, mask)
         signature = _sign(given, schedule, mask)
     except (ValueError, NotImplementedError) as found:
@@ -201,7 +206,7 @@ def choose(given: Given) -> ScheduleChoice:
 
 
 def _plan(given: Given, schedule: str, mask: Mask) -> Prepared:
-    """This rank's plan. mask: of the whole call, its predicates evaluated."""
+    """This rank's plan. mask: of the whole call, on the host."""
     q, layout, links = given.q, given.where.layout, given.links
     B, _, H = q.shape[:3]
     has_dropout = given.scalars["dropout_p"] > 0.0

@@ -27,7 +27,9 @@ _ROWS = 1 << 16
 def on_device(mask: Mask, B: int, H: int, size: int, device: torch.device | str) -> Mask:
     """The mask with its predicates evaluated and all its tensors on `device`."""
     flags, ints, tensors = mask.lowered(B, H, size, size, device).lower()
-    return raise_mask(flags, ints, [tensor.to(device) for tensor in tensors])
+    # To a device nothing waits; from one, the numbers have to be there.
+    waits = torch.device(device).type == "cpu"
+    return raise_mask(flags, ints, [x.to(device, non_blocking=not waits) for x in tensors])
 
 
 def local_intervals(
