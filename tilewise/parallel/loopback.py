@@ -86,10 +86,11 @@ def loopback(
     for plan, state in zip(plans, states, strict=True):
         for calls, source in zip(plan.calls, states, strict=True):
             state.add(source.k, source.v, (source.dk, source.dv), calls, meant)
-    grads = [layout.join([getattr(state, name) for state in states]) for name in ("dq", "dk", "dv")]
+    dq, dk, dv = (layout.join([getattr(x, name) for x in states]) for name in ("dq", "dk", "dv"))
     out = layout.join([found.out for found in results])
     lse = layout.join([found.lse for found in results], dim=2)
-    return Looped(out, lse, *grads, *_joined_extras(states, extras, layout))
+    dbias, dslopes = _joined_extras(states, extras, layout)
+    return Looped(out, lse, dq, dk, dv, dbias, dslopes)
 
 
 def _rows_of(extras: Extras, layout: Layout, rank: int) -> Extras:
