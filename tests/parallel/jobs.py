@@ -70,7 +70,9 @@ def differing(rank: Rank, way: Way, what: str) -> None:
 
 
 def fails(rank: Rank, way: Way, options: dict[str, Any], heads: tuple[int, int] = (4, 2)) -> None:
-    """The same wrong call on every rank."""
+    """The same wrong call on every rank. A mesh may be given by its shape."""
+    if "mesh" in options:
+        options = {**options, "mesh": rank.meshes[options["mesh"]]}
     leaves = own(rank, way, qkv(way.layout.size, heads))
     tw.context_parallel_attention(*leaves, **{**place(rank, way), **options})
 
@@ -110,7 +112,8 @@ def decoded(
 def unsharded(rank: Rank, layout: Layout, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The whole from shards, and the gradient of a loss that weighs it by rank."""
     leaf = layout.shard(x, rank.index).clone().requires_grad_()
-    whole = unshard(leaf, layout, group=rank.groups[layout.ranks])
+    mesh = DeviceMesh.from_group(rank.groups[layout.ranks], "cpu")
+    whole = unshard(leaf, layout, mesh=mesh)
     (whole * weights[rank.index]).sum().backward()
     return [whole.detach(), leaf.grad]
 
@@ -272,3 +275,16 @@ def prepared_ahead(rank: Rank, way: Way) -> list[int]:
     finally:
         comm.Link.gather_objects = asked
     return counts
+
+
+def anew(rank: Rank, way: Way) -> list[Tensor]:
+    """The same call over groups made one after the other, the first of them gone."""
+    found = []
+    for _ in range(2):
+        group = dist.new_group(list(range(way.ranks)))
+        if rank.index < way.ranks:
+            leaves = own(rank, way, qkv(way.layout.size))
+            options = {**place(rank, way), "mask": tw.causal(), "group": group}
+            found.append(tw.context_parallel_attention(*leaves, **options).detach())
+            dist.destroy_process_group(group)
+    return found

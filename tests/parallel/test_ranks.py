@@ -136,6 +136,25 @@ def test_a_wrong_call_is_refused_on_every_rank(
     assert caught.value.kinds == dict.fromkeys(range(3), kind)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mesh": (2, 2)}, "takes a mesh or a group, got both"),
+        ({"mesh": (2, 2), "group": None}, "needs a 1-D mesh or a group, got 2-D"),
+    ],
+)
+def test_a_mesh_that_does_not_fit(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RankError, match=words) as caught:
+        RANKS.run(4, jobs.fails, Way("ring", zigzag(12, 4)), options)
+    assert caught.value.kinds == dict.fromkeys(range(4), "ValueError")
+
+
+def test_a_group_made_anew_is_another() -> None:
+    found = RANKS.run(WORLD, jobs.anew, Way("ring", zigzag(12, 2)))
+    for first, second in found[:2]:
+        assert torch.equal(first, second)
+
+
 def test_dropout_wants_heads_that_divide() -> None:
     way = Way("ulysses", zigzag(12, 3))
     with pytest.raises(RankError, match="dropout counts heads") as caught:

@@ -75,12 +75,15 @@ class Memo(Generic[T]):
 
     def __init__(self, most: int = 64) -> None:
         self._most = most
-        self._known: dict[tuple[str, ...], OrderedDict[Any, T]] = {}
+        # By identity, since a group that is made anew may take an old name. Held, so that no other
+        # object takes the identity.
+        self._known: dict[tuple[int, ...], tuple[Any, OrderedDict[Any, T]]] = {}
 
     def recall(self, links: Sequence[Link], key: object, find: Callable[[], T]) -> T:
         """What `find` returned at the first use of `key`, or returns."""
-        names = tuple(str(link.group.group_name) for link in links)
-        known = self._known.setdefault(names, OrderedDict())
+        groups = [link.group for link in links]
+        which = tuple(map(id, groups))
+        _, known = self._known.setdefault(which, (groups, OrderedDict()))
         found = known.get(key)
         if found is None or is_forced():
             found = known[key] = find()
