@@ -17,9 +17,9 @@ import torch
 
 Call = Callable[[], Any]
 
-# The GPU sleeps while the host gets ahead of it by a whole sample, so that none holds the wait for a
-# launch: a millisecond, and what the host takes for the sample's calls, but no more than a fifth of
-# a second. In cycles, at the 1.98 GHz of an H200.
+# The GPU sleeps while the host gets ahead of it by a whole sample, so that none holds the wait for
+# a launch: a millisecond, and what the host takes for the sample's calls, but no more than a fifth
+# of a second. In cycles, at the 1.98 GHz of an H200.
 _CYCLES_PER_SECOND = 1.98e9
 _LEAD_SECONDS, _MOST_SECONDS = 1e-3, 0.2
 # Calls that may wait in the queue while the host's time is read; the queue holds about 1000.
