@@ -343,7 +343,7 @@ def _mma_partition(rings, out_desc, lse, call, ID: gl.constexpr, BUILD: gl.const
     iteration = 0
     n_tiles = 0
     if BUILD.takes_turns:
-        if ID == BUILD.n_consumers - 1:
+        if BUILD.n_consumers - 1 == ID:
             barrier_arrive(_turns(BUILD), 2 * _THREADS, 4)
     mbarrier.wait(rings.q_full.index(ID), 0)
     index = _receive(rings.mail, 0)
@@ -618,9 +618,7 @@ def _attention_fwd_hopper_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     MAIL: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(q_desc.dtype, [N, 1, 1, ROWS, BUILD.dim], q_desc.layout)
-    k = gl.allocate_shared_memory(
-        k_desc.dtype, [K_SLOTS, 1, 1, BLOCK_N, BUILD.dim], k_desc.layout
-    )
+    k = gl.allocate_shared_memory(k_desc.dtype, [K_SLOTS, 1, 1, BLOCK_N, BUILD.dim], k_desc.layout)
     v = gl.allocate_shared_memory(
         v_desc.dtype, [V_SLOTS, 1, 1, BLOCK_N, BUILD.value_dim], v_desc.layout
     )

@@ -194,7 +194,7 @@ def pack_pairs(x, DTYPE: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
     A 16-bit tensor that is carried around a loop would be taken apart into halves.
     """
     low, high = gl.split(x.reshape([ROWS, COLS // 2, 2]))
-    if DTYPE == gl.float16:
+    if gl.float16 == DTYPE:
         return gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high],
             dtype=gl.int32, is_pure=True, pack=1,
