@@ -56,7 +56,8 @@ class Twin:
         """First row and how many, of what is stored."""
         if cu_seqlens is None:
             return 0, total
-        first = clamp(int(cu_seqlens[b]), 0, total)
+        # Each row has an owner, wherever lengths begin.
+        first = clamp(int(cu_seqlens[b]), 0, total) if b else 0
         end = total if b == self.at.B else clamp(int(cu_seqlens[b + 1]), first, total)
         return first, end - first
 
@@ -270,18 +271,33 @@ def test_every_row_and_key_has_one_owner(mask: Mask, at: Positions, kind: int, g
     assert_owned_once(call, (8, 16))
 
 
-@pytest.mark.parametrize("length", [1, 3])
-def test_more_documents_than_are_looked_at_at_once(length: int) -> None:
+@pytest.mark.parametrize("edges", [[90, 10, 149], [7, 7, 7], [149, 0, 3], [-5, 200, 60]])
+def test_every_row_has_an_owner_whatever_is_claimed(edges: list[int]) -> None:
+    cu_seqlens = torch.tensor(edges)
+    at = Positions(2, 1, 149, 149, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    for by_rows in (True, False):
+        rows = torch.zeros(149, dtype=torch.bool)
+        for place in find_places(make_call(tw.full(), at), by_rows, 16, 16):
+            seq = place.seq
+            first, stored = (seq.q_first, seq.q_stored) if by_rows else (seq.k_first, seq.k_stored)
+            assert 0 <= first <= first + stored <= 149
+            rows[first + 16 * place.tile : first + min(stored, 16 * place.tile + 16)] = True
+        assert bool(rows.all())
+
+
+@pytest.mark.parametrize(("count", "length"), [(300, 1), (300, 3), (127, 1), (128, 1), (17000, 1)])
+def test_more_documents_than_are_looked_at_at_once(count: int, length: int) -> None:
     """The table is written, and searched, some sequences at a time."""
-    lengths = torch.full((300,), length)
+    lengths = torch.full((count,), length)
     cu_seqlens = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32)
     total = int(cu_seqlens[-1])
-    at = Positions(300, 1, total, total, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    at = Positions(count, 1, total, total, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    step = 11 if count < 1000 else 1999
     for by_rows in (True, False):
-        for place in find_places(make_call(tw.causal(), at), by_rows, 2, 2, step=11):
+        for place in find_places(make_call(tw.causal(), at), by_rows, 2, 2, step=step):
             seq = place.seq
             assert seq.q_first == seq.k_first == int(cu_seqlens[seq.index])
-            if seq.index < 300:
+            if seq.index < count:
                 assert seq.q_stored == length
                 # Two tiles a document of three.
                 assert 0 <= place.tile < -(-length // 2)

@@ -115,9 +115,10 @@ def try_backends() -> list[dict[str, str]]:
 
 def try_triton() -> list[dict[str, str]]:
     """The triton backend on the GPU, or why there is none; in Triton's interpreter if asked."""
-    import os
 
     import torch
+
+    from ..core.backends import is_interpreted
 
     found = []
     problem = why_no_kernels()
@@ -129,7 +130,7 @@ def try_triton() -> list[dict[str, str]]:
         if torch.version.hip is not None:
             row["why"] += _ON_ROCM
         found.append(row)
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if is_interpreted():
         cpu = torch.device("cpu")
         found.append(_row("triton", cpu, try_backend("triton", cpu)))
     return found

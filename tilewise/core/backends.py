@@ -5,12 +5,14 @@ Each op's `api.py` owns its table of backends; this module only knows what a cho
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
+
+# Ampere: the first with the matrix units and the asynchronous copies that the kernels count on.
+OLDEST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,24 @@ def describe_device(device: torch.device) -> str:
     return str(device)
 
 
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on the CPU.
+
+    As Triton itself reads TRITON_INTERPRET; settled when kernels are imported.
+    """
+    if find_spec("triton") is None:
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
 def triton_problem(device: torch.device) -> str:
     """Why Triton's kernels cannot run on a device, as a verb phrase; empty where they can."""
     if find_spec("triton") is None:
-        return "needs Triton, which is not installed (pip install triton)"
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return (
-            "" if device.type == "cpu" else "is interpreted (TRITON_INTERPRET=1), on the CPU only"
-        )
+        return "needs Triton, which is not installed (pip install 'tilewise[gpu]')"
+    if is_interpreted():
+        return "" if device.type == "cpu" else "is interpreted (TRITON_INTERPRET), on the CPU only"
     if device.type == "cpu":
         return "needs a GPU, or TRITON_INTERPRET=1 to be interpreted on the CPU"
     if device.type == "cuda":
@@ -61,6 +73,6 @@ def _gpu_problem(device: torch.device) -> str:
     if torch.version.hip:
         return ""
     major, minor = torch.cuda.get_device_capability(device)
-    if major >= 8:
+    if (major, minor) >= OLDEST_CAPABILITY:
         return ""
-    return f"needs compute capability 8.0 (Ampere), and this GPU has {major}.{minor}"
+    return f"needs sm_80 (Ampere) or newer, and this GPU is sm_{major}{minor}"

@@ -408,14 +408,25 @@ def _attend(
         name = "tiled(own)"
     # Decided here, once, so that the backward does as the forward did.
     arguments = arguments._replace(backend=name)
+    result = Partial(*_run_op(q, k, v, arguments, out_dtype, is_partial))
+    # Only what has run serves calls after it.
     warm.keep(key, q, k, v, arguments, out_dtype)
+    return result
+
+
+def _run_op(
+    q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, out_dtype: torch.dtype, is_partial: bool
+) -> tuple[Tensor, Tensor]:
+    """The registered op, with gradients where something learns."""
     learned: tuple[Tensor | None, ...] = (q, k, v, *arguments[:3])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         if torch.compiler.is_compiling():
             learned, arguments = _distinct(learned, arguments)
         run: Any = Attention.apply
-        return Partial(*run(*learned, arguments[3:], out_dtype, is_partial))
-    return Partial(*torch.ops.tilewise.attention_fwd(q, k, v, *arguments, out_dtype))
+        out, lse = run(*learned, arguments[3:], out_dtype, is_partial)
+    else:
+        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, out_dtype)
+    return out, lse
 
 
 def _run_warm(
@@ -426,7 +437,7 @@ def _run_warm(
         run: Any = Attention.apply
         rest = found.arguments[3:]
         return Partial(*run(q, k, v, None, None, None, rest, out_dtype, is_partial, found))
-    return Partial(*found.run(q, k, v))
+    return Partial(*found.forward.run(q, k, v))
 
 
 def _distinct(

@@ -146,6 +146,10 @@ def _check_per_batch(op: str, name: str, tensor: Tensor, B: int) -> None:
 
 
 def _check_numbers(op: str, scale: float, softcap: float | None, dropout_p: float) -> None:
+    numbers = {"scale": scale, "softcap": softcap or 1.0, "dropout_p": dropout_p}
+    for name, x in numbers.items():
+        if not torch.compiler.is_compiling() and not hasattr(x, "__float__"):
+            raise ValueError(f"{op}: {name} must be a number, got {x!r}.")
     # Comparisons, not math.isfinite: torch.compile may hold these as symbols.
     # Both are fp32 numbers in the kernels: what fp32 cannot hold is refused, not rounded to inf.
     largest, smallest = 1e38, 1e-37

@@ -317,18 +317,20 @@ class Attention(torch.autograd.Function):
         ctx.warm, ctx.lse_has_grad = warm, lse_has_grad
         ctx.set_materialize_grads(False)
         if warm is not None:
-            out, lse = warm.run(q, k, v)
+            out, lse = warm.forward.run(q, k, v)
             ctx.save_for_backward(q, k, v, out, lse)
             if not lse_has_grad:
                 ctx.mark_non_differentiable(lse)
             return out, lse
         wanted = [ctx.needs_input_grad[i] for i in (3, 4, 5)]
         # delta = rowsum(dO * O) is all there is in the gradient of a sink and cancels in that of a
-        # bias; with O rounded to 16 bits it would be over the error budget.
-        wide = q.dtype == torch.float64 or any(wanted)
-        stored = accumulator_of(q.dtype) if wide else out_dtype
-        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, stored)
+        # bias; with O rounded to 16 bits it would be over the error budget. The triton backend
+        # sums it over keys instead.
         arguments = Arguments(bias, slopes, sinks, *rest)
+        needs_out = any(wanted) and arguments.backend != "triton"
+        wide = q.dtype == torch.float64 or needs_out
+        stored = accumulator_of(q.dtype) if wide else out_dtype
+        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, stored)
         ctx.save_for_backward(
             q, k, v, out, lse, bias, slopes, sinks, *arguments[3:8],
             *arguments.start_tensors, *arguments.mask_tensors,

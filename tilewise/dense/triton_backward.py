@@ -234,8 +234,8 @@ def _attention_bwd_delta_kernel(
     o_tile = load_tile(o_base, out.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
     do_tile = load_tile(do_base, dout.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
     total = _row_product(o_tile[0], do_tile[0])
-    if VALUE_DIMS[2] > 0:
-        total += _row_product(o_tile[1], do_tile[1])
+    for i in tl.static_range(1, len(VALUE_DIMS) - 1):
+        total += _row_product(o_tile[i], do_tile[i])
     m = tl.arange(0, BLOCK_M)
     if dlse.ptr is not None:
         total -= tl.load(statistics_base(dlse, b, m0, h) + m, mask=stored, other=0.0)

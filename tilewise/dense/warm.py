@@ -17,8 +17,9 @@ from ..core.mask import Mask
 from .ops import Arguments
 from .piece import Piece
 
-# Calls of more layouts than this forget the others: each holds a few hundred bytes.
+# Of more layouts than these the oldest is forgotten. Each holds a few kilobytes, and no tensor.
 _MOST_KEPT = 1024
+_NUMBERS = (float, int, type(None))
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _EXTRAS = ("alibi_slopes", "bias", "sinks")
 _kept: dict[tuple[Any, ...], Warm] = {}
@@ -29,11 +30,6 @@ class Warm(NamedTuple):
 
     arguments: Arguments
     forward: Any
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse."""
-        out, lse = self.forward.run(q, k, v)
-        return out, lse
 
     def gradients(self, saved: Sequence[Tensor], dout: Tensor, dlse: Tensor | None) -> list[Tensor]:
         """Gradients of q, k and v. saved: q, k, v, out, lse."""
@@ -52,10 +48,13 @@ def key_of(
     rest: whatever else tells calls apart.
     """
     is_plain = type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES
-    if not is_plain or terms["dropout_p"] or any(terms[name] is not None for name in _EXTRAS):
+    if not is_plain or terms["dropout_p"] != 0.0 or any(terms[x] is not None for x in _EXTRAS):
+        return None
+    if type(terms["scale"]) not in _NUMBERS or type(terms["softcap"]) not in _NUMBERS:
         return None
     mask_key = mask.key if isinstance(mask, Mask) else None
-    if mask_key is None or _is_observed() or torch.is_autocast_enabled("cuda"):
+    device = q.device.type
+    if mask_key is None or device == "meta" or _is_observed() or torch.is_autocast_enabled(device):
         return None
     # Written out: this is the way of every warm call.
     return (
@@ -87,9 +86,12 @@ def keep(
     from .triton_call import TritonCall
     from .triton_forward import Forward
 
-    if len(_kept) >= _MOST_KEPT:
-        _kept.clear()
     piece = Piece(q, k, v, arguments.mask, arguments.positions(q, k), arguments.terms)
     call = TritonCall(piece)
-    if call.is_reusable:
-        _kept[key] = Warm(arguments, Forward(call, dtype))
+    if not call.is_reusable:
+        return
+    while len(_kept) >= _MOST_KEPT:
+        _kept.pop(next(iter(_kept)), None)
+    forward = Forward(call, dtype)
+    call.release()
+    _kept[key] = Warm(arguments, forward)

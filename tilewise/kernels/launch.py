@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
+
+from ..core.backends import is_interpreted
 
 
 class Config(NamedTuple):
@@ -30,11 +31,6 @@ def compiler_options(config: Config) -> dict[str, Any]:
     if config.max_registers:
         options["maxnreg"] = config.max_registers
     return options
-
-
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU. Settled when they are imported."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 def architecture_of(device: torch.device) -> str:

@@ -72,14 +72,22 @@ def sequence_at(place, index, PLACE: tl.constexpr):
 def _find(place, tile, COLUMN: tl.constexpr):
     """The last sequence whose first tile is at or before this one."""
     n_sequences = decode(place.n_sequences)
-    found = -1
-    for start in range(0, n_sequences, _SEARCH):
-        rows = start + tl.arange(0, _SEARCH)
-        first = tl.load(
-            place.table + rows.to(tl.int64) * FIELDS + COLUMN, mask=rows < n_sequences, other=FAR
-        )
-        found += tl.sum((first <= tile).to(tl.int32), 0)
-    return found
+    block = 0
+    # First tiles ascend: of many sequences every _SEARCH-th tells which of them to look at.
+    if n_sequences > _SEARCH:
+        block -= 1
+        for start in range(0, n_sequences, _SEARCH * _SEARCH):
+            block += _count_begun(place.table, start, _SEARCH, n_sequences, tile, COLUMN)
+    start = block * _SEARCH
+    return start + _count_begun(place.table, start, 1, n_sequences, tile, COLUMN) - 1
+
+
+@triton.jit
+def _count_begun(table, start, STEP: tl.constexpr, n_sequences, tile, COLUMN: tl.constexpr):
+    """Of _SEARCH sequences, STEP apart, those whose first tile is at or before this one."""
+    rows = start + STEP * tl.arange(0, _SEARCH)
+    first = tl.load(table + rows.to(tl.int64) * FIELDS + COLUMN, mask=rows < n_sequences, other=FAR)
+    return tl.sum((first <= tile).to(tl.int32), 0)
 
 
 @triton.jit
@@ -150,11 +158,13 @@ def place_sequences(
         rows = start + tl.arange(0, BLOCK)
         live = rows < n_sequences
         if lengths.cu_q is not None:
-            # The last sequence is what no document owns.
+            # The last sequence is what no document owns. The first starts where storage does, also
+            # where cu_seqlens lie: each row has an owner.
             own = rows < n_sequences - 1
             at = tl.minimum(rows, n_sequences - 1)
-            q_first = _clamp(tl.load(lengths.cu_q + at, mask=live, other=0), 0, M)
-            k_first = _clamp(tl.load(lengths.cu_k + at, mask=live, other=0), 0, N)
+            known = live & (rows > 0)
+            q_first = _clamp(tl.load(lengths.cu_q + at, mask=known, other=0), 0, M)
+            k_first = _clamp(tl.load(lengths.cu_k + at, mask=known, other=0), 0, N)
             q_end = _clamp(tl.load(lengths.cu_q + at + 1, mask=own, other=M), q_first, M)
             k_end = _clamp(tl.load(lengths.cu_k + at + 1, mask=own, other=N), k_first, N)
             q_stored = q_end - q_first

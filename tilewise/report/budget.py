@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from ..bench.progress import Progress
 from ..catalog import Op
+from ..core.backends import is_interpreted
 from ..core.tolerance import BudgetReport
 from .verify import VerifyRow, verify_case
 
@@ -94,7 +94,7 @@ def _runs(backend: str, dtype: torch.dtype, device_type: str) -> bool:
         return True
     if dtype == torch.float64:
         return False
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if is_interpreted():
         return backend == "triton" and device_type == "cpu"
     return device_type == "cuda"
 
