@@ -11,13 +11,13 @@ from torch import Tensor
 from ..core.mask import UNBOUNDED
 from ..kernels.gluon import TensorDescriptor, gl
 from ..kernels.launch import compiler_options
-from ..kernels.structs import Statistics, code
-from . import hopper_forward
-from .hopper_config import ForwardConfig, forward_config
-from .hopper_forward import HopperBuild, SpanBuild, Tickets
+from ..kernels.structs import Operand, Statistics, code
+from . import hopper_forward, hopper_producer
+from .hopper_config import ForwardConfig, forward_config, tile_dim
+from .hopper_producer import HopperBuild, SpanBuild, Tickets
 from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
 
-_ROWS = hopper_forward.ROWS.value
+_ROWS = hopper_producer.ROWS.value
 _KERNEL = hopper_forward._attention_fwd_hopper_kernel
 # Keys and values that heads which run together may take of the L2 cache.
 _L2_BYTES = 32 << 20
@@ -29,15 +29,18 @@ class Forward:
     def __init__(self, call: TritonCall, out_dtype: torch.dtype, **overrides: Any) -> None:
         self.call, self._dtype = call, out_dtype
         q = call.tensors[0]
-        (B, M, H, _), self._E = q.shape, call.piece.v.shape[-1]
-        dims = (call.dims[0][1], call.dims[1][1])
+        (B, M, H, D), self._E = q.shape, call.piece.v.shape[-1]
+        dims = tile_dim(D), tile_dim(self._E)
         config = forward_config(*dims, q.dtype)._replace(**overrides)
+        self._is_staged = out_dtype == q.dtype
         self._config = config
         plan = call.plan_rows(config.launch)
         self._call = plan.call
         self._n_tiles = plan.n_programs
-        self._out_shape, self._lse_shape = (B, M, H, padded_dim(self._E)), (B, H, M)
-        self._build = _build(call, config, dims)
+        E = padded_dim(self._E)
+        self._out_shape, self._lse_shape = (B, M, H, E), (B, H, M)
+        self._out_strides = M * H * E, H * E, E
+        self._build = _build(call, config, dims, self._is_staged)
         band = call.band
         is_uneven = band is not None and (band.left < UNBOUNDED or band.right < UNBOUNDED)
         kv_bytes = max(1, call.N) * sum(dims) * q.element_size() * call.G // H or 1
@@ -52,7 +55,7 @@ class Forward:
 
     def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Any, ...], Tensor, Tensor]:
         """Of the kernel; and out and lse, which they hold."""
-        q, k, v = (_spread(align_rows(x)) for x in (q, k, v))
+        q, k, v = (_spread(align_rows(x)) for x in (q, _one_key(k), _one_key(v)))
         out = q.new_empty(self._out_shape, dtype=self._dtype)
         lse = q.new_empty(self._lse_shape, dtype=torch.float32)
         (q_block, k_block), (v_block, out_block) = self._blocks, self._value_blocks
@@ -62,7 +65,8 @@ class Forward:
             _descriptor(q, q_block, layout),
             _descriptor(k, k_block, layout),
             _descriptor(v, v_block, value_layout),
-            _descriptor(out, out_block, value_layout),
+            _descriptor(out, out_block, value_layout) if self._is_staged else None,
+            Operand(out, *self._out_strides),
             Statistics(lse, code(H * M), code(M)),
             self._call,
             Tickets(_counter(q.device), *self._tickets),
@@ -71,14 +75,18 @@ class Forward:
         return arguments, out, lse
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if 0 in self._lse_shape:
+            out = q.new_empty((*self._out_shape[:3], self._E), dtype=self._dtype)
+            return out, q.new_empty(self._lse_shape, dtype=torch.float32)
         arguments, out, lse = self.arguments(q, k, v)
-        if self._n_tiles:
-            grid = (min(self._n_tiles, _multiprocessors(q.device)), 1, 1)
-            self.call.launch(_KERNEL, grid, self._config.launch, arguments)
+        grid = (min(self._n_tiles, _multiprocessors(q.device)), 1, 1)
+        self.call.launch(_KERNEL, grid, self._config.launch, arguments)
         return cut_rows(out, self._E), lse
 
 
-def _build(call: TritonCall, config: ForwardConfig, dims: tuple[int, int]) -> HopperBuild:
+def _build(
+    call: TritonCall, config: ForwardConfig, dims: tuple[int, int], is_staged: bool
+) -> HopperBuild:
     band = call.band
     assert band is not None
     has_start = band.left < UNBOUNDED or band.lows is not None
@@ -95,7 +103,8 @@ def _build(call: TritonCall, config: ForwardConfig, dims: tuple[int, int]) -> Ho
         config.v_slots,
         config.takes_turns,
         config.is_early,
-        config.shares_q,
+        is_staged,
+        config.shares_q and is_staged,
         config.room,
         _f32(config.log2_limit),
         limit,
@@ -111,6 +120,11 @@ def _f32(log2: int) -> str:
 @lru_cache
 def _layout(dim: int) -> Any:
     return gl.NVMMASharedLayout(min(2 * dim, 128), 16, rank=4)
+
+
+def _one_key(x: Tensor) -> Tensor:
+    """x, or one key that nobody sees: a descriptor has no dim of 0."""
+    return x if x.shape[1] else x.new_zeros((x.shape[0], 1, *x.shape[2:]))
 
 
 def _spread(x: Tensor) -> Tensor:
@@ -132,9 +146,11 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-# Of a device and stream; of a device, those that graphs may still take.
+# Of a device and stream; of a device, those that graphs may still take, and all of them: a graph
+# holds no reference to what it writes.
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 _spare: dict[torch.device, list[Tensor]] = {}
+_all_spare: dict[torch.device, Tensor] = {}
 # Launches that graphs of a device may hold before each of the others zeroes a counter of its own.
 _MOST_SPARE = 4096
 
@@ -153,7 +169,7 @@ def _counter(device: torch.device) -> Tensor:
     if device not in _spare:
         # Rows of 16 bytes, so that Triton compiles one kernel for all.
         rows = torch.zeros(_MOST_SPARE, 4, dtype=torch.int32, device=device)
-        _spare[device] = list(rows.unbind())
+        _spare[device], _all_spare[device] = list(rows.unbind()), rows
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     found = _counters.get(key)
     if found is None:

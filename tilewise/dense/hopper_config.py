@@ -28,11 +28,16 @@ class ForwardConfig(NamedTuple):
 _TWO, _THREE = (168, (232, 40)), (128, (160, 32))
 
 
+def tile_dim(dim: int) -> int:
+    """Of a head dim, the columns of its tiles: TMA fills up with zeros."""
+    return next(width for width in (64, 128, 256) if dim <= width)
+
+
 def forward_config(dim: int, value_dim: int, dtype: torch.dtype) -> ForwardConfig:
     """dim, value_dim: head dims as tiles hold them."""
     # Sums of bf16 P have an exponent's whole range. Those of fp16 P stay below 2^16.
     room, log2_limit = (30.0, 40) if dtype == torch.bfloat16 else (0.0, 15)
-    width = max(dim, value_dim)
+    width, shares_q = max(dim, value_dim), dim == value_dim
     if width <= 64:
         most, registers = _THREE
         return ForwardConfig(
@@ -44,5 +49,5 @@ def forward_config(dim: int, value_dim: int, dtype: torch.dtype) -> ForwardConfi
             Config(128, 128, 4, 1, most), 2, 2, 2, True, False, False, room, log2_limit, registers
         )
     return ForwardConfig(
-        Config(128, 64, 4, 1, most), 2, 2, 2, True, False, True, room, log2_limit, registers
+        Config(128, 64, 4, 1, most), 2, 2, 2, True, False, shares_q, room, log2_limit, registers
     )

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 from ..kernels.gluon import (
     FIRST_FREE,
-    as_atoms,
     barrier_arrive,
     barrier_sync,
     exp2_fast,
@@ -42,7 +41,6 @@ from ..kernels.gluon import (
     mbarrier,
     pack_pairs,
     sum_in_thread,
-    tma_load,
     tma_store,
     tma_store_wait,
     unpack_pairs,
@@ -52,30 +50,22 @@ from ..kernels.gluon import (
 from ..kernels.masks import key_span
 from ..kernels.placement import UNIFORM, sequence_at
 from ..kernels.softmax import join_sink, softmax_end
-from ..kernels.structs import decode
-from ..kernels.tiles import statistics_base
+from ..kernels.tiles import row_base, statistics_base
+from .hopper_producer import (
+    ROWS,
+    Rings,
+    count_everyone,
+    load_partition,
+    q_empty_barrier,
+    turn_barrier,
+    v_empty_barrier,
+)
 
-# What a wgmma of a warp group multiplies.
-ROWS = gl.constexpr(64)
 _THREADS = gl.constexpr(128)
 # The reference of a row that has none: far below any score, and finite, so that nothing is NaN.
 _NO_REFERENCE = gl.constexpr(-3.0e38)
 # Sums beyond it, 2^100, are not scaled down but made again.
 _HUGE = gl.constexpr("0f71800000")
-
-
-class Rings(NamedTuple):
-    """Shared memory: tiles by slot, their barriers, and the mail."""
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    q_full: Any
-    k_full: Any
-    v_full: Any
-    landing: Any
-    mail: Any
 
 
 class Work(NamedTuple):
@@ -92,80 +82,9 @@ class Work(NamedTuple):
     scale: Any
 
 
-class Tickets(NamedTuple):
-    """The counter that programs take tiles from: int32 `[2]`, 0 before and after. n_tiles: of all
-    heads. n_heads: over all batch rows. heads_together: how many take turns, so that their keys
-    stay in L2. The numbers are coded."""
-
-    ptr: Any
-    n_tiles: Any
-    n_heads: Any
-    heads_together: Any
-
-
-class SpanBuild(NamedTuple):
-    """What `masks.key_span` is compiled for."""
-
-    mask: int
-    block_m: int
-    block_n: int
-
-
-class HopperBuild(NamedTuple):
-    """What the kernel is compiled for.
-
-    dim, value_dim: as tiles hold them. place: see `placement.py`. tile, group: spans of a tile and
-    of a consumer's rows. has_start: rows may not see the first keys. n_consumers, k_slots, v_slots.
-    takes_turns: see `Turn` above. is_early: wait for O before the vote, not after. shares_q: out is
-    staged where Q was. room: log2 of the room that a new reference leaves. limit: of the sums of P
-    in a thread, as PTX writes an f32. registers: of consumers, of the producer.
-    """
-
-    dim: int
-    value_dim: int
-    place: int
-    tile: SpanBuild
-    group: SpanBuild
-    has_start: bool
-    n_consumers: int
-    k_slots: int
-    v_slots: int
-    takes_turns: bool
-    is_early: bool
-    shares_q: bool
-    room: float
-    limit: str
-    limit_value: float
-    registers: tuple[int, int]
-
-
 @gluon.constexpr_function
 def _accumulator(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-# Named barriers: K slots, V slots, turns, Q.
-@gluon.constexpr_function
-def _v_empty(build):
-    return FIRST_FREE.value + build.k_slots
-
-
-@gluon.constexpr_function
-def _turns(build):
-    return FIRST_FREE.value + build.k_slots + build.v_slots
-
-
-@gluon.constexpr_function
-def _q_empty(build):
-    turns = build.n_consumers if build.takes_turns else 0
-    barrier = FIRST_FREE.value + build.k_slots + build.v_slots + turns
-    assert barrier <= 15, "more named barriers than there are"
-    return barrier
-
-
-@gluon.constexpr_function
-def _everyone(build):
-    return 128 * build.n_consumers + 32
 
 
 @gluon.constexpr_function
@@ -173,167 +92,12 @@ def _flag_name(partition):
     return f"passed{partition}"
 
 
-# ---------------------------------------------------------------- producer
-
-
-@gluon.jit
-def _load_partition(q_desc, k_desc, v_desc, rings, call, tickets, BUILD: gl.constexpr):
-    EVERYONE: gl.constexpr = _everyone(BUILD)
-    Q_EMPTY: gl.constexpr = _q_empty(BUILD)
-    N_CONSUMERS: gl.constexpr = BUILD.n_consumers
-    TILE: gl.constexpr = BUILD.tile
-    n_all = decode(tickets.n_tiles)
-    ticket = gl.program_id(0)
-    iteration = 0
-    n_landed = 0
-    is_first = True
-    while ticket < n_all:
-        index, h, tile = _locate(tickets, call.place, ticket)
-        seq = sequence_at(call.place, index, BUILD.place)
-        kv_head = h // decode(call.place.group)
-        span = key_span(call.mask, seq, h, tile, 0, TILE)
-        n_blocks = gl.maximum(span.n_whole + span.n_partial, 1)
-        last = (span.begin + n_blocks - 1) * BUILD.tile.block_n
-        row = seq.q_first + tile * BUILD.tile.block_m
-        # Keys of the next tile come while consumers are still at the last one.
-        _load_k(k_desc, rings, iteration, seq.batch, kv_head, seq.k_first + last, BUILD)
-        if is_first == 0:
-            barrier_sync(Q_EMPTY, EVERYONE, 1)
-        _send(rings.mail, index, h, tile)
-        for i in gl.static_range(N_CONSUMERS):
-            mbarrier.expect(rings.q_full.index(i), q_desc.block_type.nbytes)
-            at = [seq.batch, h, row + i * ROWS, 0]
-            tma_load(q_desc, at, rings.q_full.index(i), rings.q.index(i))
-        next_ticket = gl.num_programs(0) + gl.atomic_add(tickets.ptr, 1)
-        # Keys are a block ahead of values.
-        for j in range(0, n_blocks):
-            n0 = last - j * BUILD.tile.block_n
-            if j + 1 < n_blocks:
-                below = seq.k_first + n0 - BUILD.tile.block_n
-                _load_k(k_desc, rings, iteration + 1, seq.batch, kv_head, below, BUILD)
-            n_landed = _load_v(v_desc, rings, iteration, n_landed, seq, span, kv_head, n0, BUILD)
-            iteration += 1
-        is_first = False
-        ticket = next_ticket
-    _drain(rings, iteration, BUILD)
-    _send(rings.mail, -1, 0, 0)
-    for i in gl.static_range(N_CONSUMERS):
-        mbarrier.arrive(rings.q_full.index(i), count=1)
-    _put_back(tickets)
-
-
-@gluon.jit
-def _locate(tickets, place, ticket):
-    """The sequence, head and tile of a ticket: heads take turns in groups, late tiles first."""
-    n_heads = decode(tickets.n_heads)
-    together = decode(tickets.heads_together)
-    n_tiles = decode(place.n_tiles)
-    group = ticket // (together * n_tiles)
-    rest = ticket - group * together * n_tiles
-    size = gl.minimum(n_heads - group * together, together)
-    tile = n_tiles - 1 - rest // size
-    head = group * together + rest % size
-    H = decode(place.H)
-    return head // H, head % H, tile
-
-
-@gluon.jit
-def _send(mail, index, h, tile):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    zero = gl.full([1], 0, gl.int32, LAYOUT)
-    mail.index(0).store(zero + index)
-    mail.index(1).store(zero + h)
-    mail.index(2).store(zero + tile)
-
-
-@gluon.jit
-def _load_k(desc, rings, iteration, batch, head, row, BUILD: gl.constexpr):
-    slot = iteration % BUILD.k_slots
-    if iteration >= BUILD.k_slots:
-        barrier_sync(FIRST_FREE + slot, _everyone(BUILD), 1)
-    full = rings.k_full.index(slot)
-    mbarrier.expect(full, desc.block_type.nbytes)
-    tma_load(desc, [batch, head, row, 0], full, rings.k.index(slot))
-
-
-@gluon.jit
-def _load_v(desc, rings, iteration, n_landed, seq, span, head, n0, BUILD: gl.constexpr):
-    """Copy the block of keys from n0 on; returns how many came by `landing` so far."""
-    BLOCK_N: gl.constexpr = BUILD.tile.block_n
-    slot = iteration % BUILD.v_slots
-    if iteration >= BUILD.v_slots:
-        barrier_sync(_v_empty(BUILD) + slot, _everyone(BUILD), 1)
-    at = [seq.batch, head, seq.k_first + n0, 0]
-    full = rings.v_full.index(slot)
-    tile = rings.v.index(slot)
-    # TMA itself fills up with zeros where storage ends.
-    is_cut = (n0 < span.start) | ((n0 + BLOCK_N > span.stop) & (span.stop < seq.k_stored))
-    if is_cut:
-        landing = rings.landing.index(0)
-        mbarrier.expect(landing, desc.block_type.nbytes)
-        tma_load(desc, at, landing, tile)
-        mbarrier.wait(landing, n_landed & 1)
-        n_landed += 1
-        start, stop = span.start - n0, span.stop - n0
-        _clear_rows(rings.v, slot, start, stop, BLOCK_N, BUILD.value_dim)
-        fence_async_shared()
-        mbarrier.arrive(full, count=1)
-    else:
-        mbarrier.expect(full, desc.block_type.nbytes)
-        tma_load(desc, at, full, tile)
-    return n_landed
-
-
-@gluon.jit
-def _clear_rows(ring, slot, start, stop, ROWS_OF_TILE: gl.constexpr, DIM: gl.constexpr):
-    """Zeros in the rows of a slot outside [start, stop).
-
-    A tile lies in memory as panels of up to 64 columns, each as atoms of 8 rows.
-    """
-    WIDTH: gl.constexpr = min(DIM, 64)
-    STRIPS: gl.constexpr = ROWS_OF_TILE // 8
-    PANELS: gl.constexpr = DIM // WIDTH
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // (WIDTH // 8), WIDTH // 8], [1, 1], [1, 0]
-    )
-    atoms = as_atoms(ring, ring.shape[0] * PANELS * STRIPS, WIDTH)
-    rows = gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
-    for i in range(0, PANELS * STRIPS):
-        row = i % STRIPS * 8
-        if (row < start) | (row + 8 > stop):
-            seen = (rows + row >= start) & (rows + row < stop)
-            atom = atoms.index(slot * (PANELS * STRIPS) + i)
-            x = atom.load(LAYOUT)
-            atom.store(gl.where(seen[:, None], x, 0.0).to(x.dtype))
-
-
-@gluon.jit
-def _drain(rings, iteration, BUILD: gl.constexpr):
-    """Meet the arrivals that no later copy waits for."""
-    EVERYONE: gl.constexpr = _everyone(BUILD)
-    if iteration > 0:
-        barrier_sync(_q_empty(BUILD), EVERYONE, 1)
-    for i in range(gl.maximum(iteration - BUILD.k_slots, 0), iteration):
-        barrier_sync(FIRST_FREE + i % BUILD.k_slots, EVERYONE, 1)
-    for i in range(gl.maximum(iteration - BUILD.v_slots, 0), iteration):
-        barrier_sync(_v_empty(BUILD) + i % BUILD.v_slots, EVERYONE, 1)
-
-
-@gluon.jit
-def _put_back(tickets):
-    """The last program to finish leaves the counter as it was."""
-    n_done = gl.atomic_add(tickets.ptr + 1, 1)
-    if n_done == gl.num_programs(0) - 1:
-        gl.store(tickets.ptr, 0)
-        gl.store(tickets.ptr + 1, 0)
-
-
 # ---------------------------------------------------------------- consumers
 
 
 @gluon.jit
-def _mma_partition(rings, out_desc, lse, call, ID: gl.constexpr, BUILD: gl.constexpr):
-    EVERYONE: gl.constexpr = _everyone(BUILD)
+def _mma_partition(rings, out_desc, out, lse, call, ID: gl.constexpr, BUILD: gl.constexpr):
+    EVERYONE: gl.constexpr = count_everyone(BUILD)
     ROW: gl.constexpr = gl.SliceLayout(1, _accumulator(BUILD.tile.block_n))
     TILE: gl.constexpr = BUILD.tile
     GROUP: gl.constexpr = BUILD.group
@@ -344,7 +108,7 @@ def _mma_partition(rings, out_desc, lse, call, ID: gl.constexpr, BUILD: gl.const
     n_tiles = 0
     if BUILD.takes_turns:
         if BUILD.n_consumers - 1 == ID:
-            barrier_arrive(_turns(BUILD), 2 * _THREADS, 4)
+            barrier_arrive(turn_barrier(BUILD), 2 * _THREADS, 4)
     mbarrier.wait(rings.q_full.index(ID), 0)
     index = _receive(rings.mail, 0)
     while index >= 0:
@@ -380,7 +144,7 @@ def _mma_partition(rings, out_desc, lse, call, ID: gl.constexpr, BUILD: gl.const
                 hi, n_blocks, acc, sums, ref, p, rings, work, True, ID, BUILD
             )
         if not BUILD.shares_q:
-            barrier_arrive(_q_empty(BUILD), EVERYONE, 4)
+            barrier_arrive(q_empty_barrier(BUILD), EVERYONE, 4)
         iteration += n_blocks
         acc = _last_values(rings, iteration - 1, p, acc, BUILD)
         row_lse, factor = softmax_end(ref, gl.convert_layout(gl.sum(sums, 1), ROW), True)
@@ -393,7 +157,15 @@ def _mma_partition(rings, out_desc, lse, call, ID: gl.constexpr, BUILD: gl.const
             OWNED: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
             acc = gl.where(gl.convert_layout(owned, OWNED)[:, None], acc, 0.0)
             row_lse = gl.where(owned, row_lse, float("-inf"))
-        _store_out(rings, out_desc, acc, [seq.batch, h, seq.q_first + first, 0], ID, BUILD)
+        if BUILD.is_staged:
+            at = [seq.batch, h, seq.q_first + first, 0]
+            _store_out(rings, out_desc, acc, at, BUILD, ID)
+        else:
+            _store_rows(
+                out, acc, seq.batch, seq.q_first + first, h, seq.q_stored - first, BUILD
+            )  # fmt: skip
+        if BUILD.shares_q:
+            barrier_arrive(q_empty_barrier(BUILD), EVERYONE, 4)
         lse_base = statistics_base(lse, seq.batch, seq.q_first + first, h)
         gl.store(lse_base + (m - first), row_lse, mask=m < seq.q_stored)
         n_tiles += 1
@@ -402,7 +174,7 @@ def _mma_partition(rings, out_desc, lse, call, ID: gl.constexpr, BUILD: gl.const
     if BUILD.takes_turns:
         # The turn that nobody takes.
         if ID == 0:
-            barrier_sync(_turns(BUILD), 2 * _THREADS, 4)
+            barrier_sync(turn_barrier(BUILD), 2 * _THREADS, 4)
     tma_store_wait(0)
 
 
@@ -415,13 +187,13 @@ def _receive(mail, FIELD: gl.constexpr):
 @gluon.jit
 def _take_turn(ID: gl.constexpr, BUILD: gl.constexpr):
     if BUILD.takes_turns:
-        barrier_sync(_turns(BUILD) + ID, 2 * _THREADS, 4)
+        barrier_sync(turn_barrier(BUILD) + ID, 2 * _THREADS, 4)
 
 
 @gluon.jit
 def _pass_turn(ID: gl.constexpr, BUILD: gl.constexpr):
     if BUILD.takes_turns:
-        barrier_arrive(_turns(BUILD) + (ID + 1) % BUILD.n_consumers, 2 * _THREADS, 4)
+        barrier_arrive(turn_barrier(BUILD) + (ID + 1) % BUILD.n_consumers, 2 * _THREADS, 4)
 
 
 @gluon.jit
@@ -451,10 +223,13 @@ def _scale_rows(x, factor):
 
 
 @gluon.jit
-def _raise_all(s, ref, scale, BUILD: gl.constexpr):
-    """P, with a new reference where a row's maximum passed it, and what earlier sums shrink by."""
+def _raise(s, ref, may_raise, scale, BUILD: gl.constexpr):
+    """P, with a new reference where a row's maximum passed it, and what earlier sums shrink by.
+
+    may_raise: of which rows, or True.
+    """
     top = gl.max(s, 1) * scale
-    new = gl.where(top > ref, top + BUILD.room, ref)
+    new = gl.where(may_raise & (top > ref), top + BUILD.room, ref)
     return exp2_fast(s * scale - new[:, None]), exp2_fast(ref - new), new
 
 
@@ -477,10 +252,10 @@ def _first_block(rings, work, ID: gl.constexpr, BUILD: gl.constexpr):
     s = _issue_scores(rings, work.q, slot, BUILD)
     _pass_turn(ID, BUILD)
     s = warpgroup_mma_wait(0, [s])
-    barrier_arrive(FIRST_FREE + slot, _everyone(BUILD), 4)
+    barrier_arrive(FIRST_FREE + slot, count_everyone(BUILD), 4)
     s = _mask(s, work, 0, BUILD)
     none = gl.full([ROWS], _NO_REFERENCE, gl.float32, gl.SliceLayout(1, _accumulator(BLOCK_N)))
-    p, _, ref = _raise_all(s, none, work.scale, BUILD)
+    p, _, ref = _raise(s, none, True, work.scale, BUILD)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, _accumulator(VALUE_DIM))
     sums = sum_in_thread(p, ROWS, BLOCK_N)
     return acc, sums, ref, pack_pairs(p, rings.v.dtype, ROWS, BLOCK_N)
@@ -496,7 +271,7 @@ def _blocks(
     acc: O. sums: of P, `[rows, 4]`. p: of the block before, packed.
     """
     BLOCK_N: gl.constexpr = BUILD.tile.block_n
-    EVERYONE: gl.constexpr = _everyone(BUILD)
+    EVERYONE: gl.constexpr = count_everyone(BUILD)
     DTYPE: gl.constexpr = rings.v.dtype
     EARLY: gl.constexpr = BUILD.is_early and not MASKED
     FLAG: gl.constexpr = _flag_name(ID)
@@ -515,16 +290,16 @@ def _blocks(
         if MASKED:
             barrier_arrive(FIRST_FREE + slot, EVERYONE, 4)
             s = _mask(s, work, j, BUILD)
-            x, shrink, ref = _raise_all(s, ref, work.scale, BUILD)
+            x, shrink, ref = _raise(s, ref, True, work.scale, BUILD)
             sums = _scale_rows(sums, shrink) + sum_in_thread(x, ROWS, BLOCK_N)
             acc = warpgroup_mma_wait(0, [acc])
-            barrier_arrive(_v_empty(BUILD) + v_slot, EVERYONE, 4)
+            barrier_arrive(v_empty_barrier(BUILD) + v_slot, EVERYONE, 4)
             acc = _scale_rows(acc, shrink)
             p = pack_pairs(x, DTYPE, ROWS, BLOCK_N)
         else:
             if EARLY:
                 acc = warpgroup_mma_wait(0, [acc])
-                barrier_arrive(_v_empty(BUILD) + v_slot, EVERYONE, 4)
+                barrier_arrive(v_empty_barrier(BUILD) + v_slot, EVERYONE, 4)
             x = exp2_fast(s * work.scale - ref[:, None])
             new = sum_in_thread(x, ROWS, BLOCK_N)
             if EARLY:
@@ -532,7 +307,7 @@ def _blocks(
             flag_vote(FLAG, ID, new, LIMIT)
             if not EARLY:
                 acc = warpgroup_mma_wait(0, [acc])
-                barrier_arrive(_v_empty(BUILD) + v_slot, EVERYONE, 4)
+                barrier_arrive(v_empty_barrier(BUILD) + v_slot, EVERYONE, 4)
             if flag_read(FLAG, it) != 0:
                 x2, new, shrink, ref = _pass_limit(
                     x, new, ref, rings, work, it, slot, ID, BUILD
@@ -561,18 +336,18 @@ def _pass_limit(x, new, ref, rings, work, it, slot, ID: gl.constexpr, BUILD: gl.
     """
     BLOCK_N: gl.constexpr = BUILD.tile.block_n
     FLAG: gl.constexpr = _flag_name(ID)
+    ROW: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    passed = gl.convert_layout(gl.max(new, 1), ROW) >= BUILD.limit_value
     flag_vote(FLAG, ID, new, _HUGE)
     if flag_read(FLAG, it) != 0:
         s = _issue_scores(rings, work.q, slot, BUILD)
         s = warpgroup_mma_wait(0, [s])
-        x, shrink, ref = _raise_all(s, ref, work.scale, BUILD)
+        x, shrink, ref = _raise(s, ref, passed, work.scale, BUILD)
         new = sum_in_thread(x, ROWS, BLOCK_N)
     else:
-        ROW: gl.constexpr = gl.SliceLayout(1, x.type.layout)
         total = gl.convert_layout(gl.sum(new, 1), ROW)
-        largest = gl.convert_layout(gl.max(new, 1), ROW)
         excess = gl.minimum(gl.floor(gl.log2(total)) + BUILD.room, 125.0)
-        excess = gl.where(largest >= BUILD.limit_value, excess, 0.0)
+        excess = gl.where(passed, excess, 0.0)
         shrink = exp2_fast(-excess)
         ref = ref + excess
         x = x * shrink[:, None]
@@ -587,12 +362,13 @@ def _last_values(rings, iteration, p, acc, BUILD: gl.constexpr):
     mbarrier.wait(rings.v_full.index(slot), (iteration // BUILD.v_slots) & 1)
     acc = _issue_values(rings, p, acc, slot, BUILD)
     acc = warpgroup_mma_wait(0, [acc])
-    barrier_arrive(_v_empty(BUILD) + slot, _everyone(BUILD), 4)
+    barrier_arrive(v_empty_barrier(BUILD) + slot, count_everyone(BUILD), 4)
     return acc
 
 
 @gluon.jit
-def _store_out(rings, desc, acc, at, ID: gl.constexpr, BUILD: gl.constexpr):
+def _store_out(rings, desc, acc, at, BUILD: gl.constexpr, ID: gl.constexpr):
+    """A consumer's rows, cut by TMA where storage ends."""
     tile = rings.out.index(ID)
     # The tile before may still be on its way out of this memory.
     tma_store_wait(0)
@@ -601,7 +377,18 @@ def _store_out(rings, desc, acc, at, ID: gl.constexpr, BUILD: gl.constexpr):
     tma_store(desc, at, tile)
     if BUILD.shares_q:
         tma_store_wait(0)
-        barrier_arrive(_q_empty(BUILD), _everyone(BUILD), 4)
+
+
+@gluon.jit
+def _store_rows(out, acc, batch, row, h, n_rows, BUILD: gl.constexpr):
+    """The same for the first n_rows alone, or where the dtype is not q's."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, BUILD.value_dim, layout=gl.SliceLayout(0, LAYOUT))
+    ptrs = row_base(out, batch, row, h) + (rows.to(gl.int64) * out.stride_m)[:, None]
+    # Heads are neighbours, so their stride is what a row stores.
+    mask = (rows < n_rows)[:, None] & (cols < out.stride_h)[None, :]
+    gl.store(ptrs + cols[None, :], acc.to(out.ptr.dtype.element_ty), mask=mask)
 
 
 # ---------------------------------------------------------------- kernel
@@ -609,7 +396,7 @@ def _store_out(rings, desc, acc, at, ID: gl.constexpr, BUILD: gl.constexpr):
 
 @gluon.jit
 def _attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse, call, tickets, BUILD: gl.constexpr
+    q_desc, k_desc, v_desc, out_desc, out, lse, call, tickets, BUILD: gl.constexpr
 ):
     N: gl.constexpr = BUILD.n_consumers
     K_SLOTS: gl.constexpr = BUILD.k_slots
@@ -622,10 +409,9 @@ def _attention_fwd_hopper_kernel(
     v = gl.allocate_shared_memory(
         v_desc.dtype, [V_SLOTS, 1, 1, BLOCK_N, BUILD.value_dim], v_desc.layout
     )
-    if BUILD.shares_q:
-        out = q
-    else:
-        out = gl.allocate_shared_memory(
+    stage = q
+    if BUILD.is_staged and not BUILD.shares_q:
+        stage = gl.allocate_shared_memory(
             out_desc.dtype, [N, 1, 1, ROWS, BUILD.value_dim], out_desc.layout
         )
     q_full = gl.allocate_shared_memory(gl.int64, [N, 1], BARRIER)
@@ -641,15 +427,15 @@ def _attention_fwd_hopper_kernel(
         mbarrier.init(v_full.index(i), count=1)
     mbarrier.init(landing.index(0), count=1)
     fence_async_shared()
-    rings = Rings(q, k, v, out, q_full, k_full, v_full, landing, mail)
+    rings = Rings(q, k, v, stage, q_full, k_full, v_full, landing, mail)
     CONSUMER_REGISTERS: gl.constexpr = BUILD.registers[0]
     PRODUCER_REGISTERS: gl.constexpr = BUILD.registers[1]
     if N == 2:
         gl.warp_specialize(
             [
-                (_mma_partition, (rings, out_desc, lse, call, 0, BUILD)),
-                (_mma_partition, (rings, out_desc, lse, call, 1, BUILD)),
-                (_load_partition, (q_desc, k_desc, v_desc, rings, call, tickets, BUILD)),
+                (_mma_partition, (rings, out_desc, out, lse, call, 0, BUILD)),
+                (_mma_partition, (rings, out_desc, out, lse, call, 1, BUILD)),
+                (load_partition, (q_desc, k_desc, v_desc, rings, call, tickets, BUILD)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -657,10 +443,10 @@ def _attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_mma_partition, (rings, out_desc, lse, call, 0, BUILD)),
-                (_mma_partition, (rings, out_desc, lse, call, 1, BUILD)),
-                (_mma_partition, (rings, out_desc, lse, call, 2, BUILD)),
-                (_load_partition, (q_desc, k_desc, v_desc, rings, call, tickets, BUILD)),
+                (_mma_partition, (rings, out_desc, out, lse, call, 0, BUILD)),
+                (_mma_partition, (rings, out_desc, out, lse, call, 1, BUILD)),
+                (_mma_partition, (rings, out_desc, out, lse, call, 2, BUILD)),
+                (load_partition, (q_desc, k_desc, v_desc, rings, call, tickets, BUILD)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -21,6 +21,8 @@ from .piece import Piece
 _MOST_KEPT = 1024
 _NUMBERS = (float, int, type(None))
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+# What a call may have named.
+BACKENDS = ("auto", "triton", "hopper")
 _EXTRAS = ("alibi_slopes", "bias", "sinks")
 _kept: dict[tuple[Any, ...], Warm] = {}
 
@@ -81,10 +83,9 @@ def keep(
     key: tuple[Any, ...] | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, dtype: Any
 ) -> None:
     """Make the next call like this one a warm one."""
-    if key is None or arguments.backend != "triton":
+    if key is None or arguments.backend not in BACKENDS:
         return
     from .triton_call import TritonCall
-    from .triton_forward import Forward
 
     piece = Piece(q, k, v, arguments.mask, arguments.positions(q, k), arguments.terms)
     call = TritonCall(piece)
@@ -92,6 +93,16 @@ def keep(
         return
     while len(_kept) >= _MOST_KEPT:
         _kept.pop(next(iter(_kept)), None)
-    forward = Forward(call, dtype)
+    forward = _forward_of(arguments.backend)(call, dtype)
     call.release()
     _kept[key] = Warm(arguments, forward)
+
+
+def _forward_of(backend: str) -> Any:
+    if backend == "hopper":
+        from . import hopper_call
+
+        return hopper_call.Forward
+    from .triton_forward import Forward
+
+    return Forward

@@ -1,0 +1,70 @@
+"""Compile what the hopper tests need, several at once: `python -m tests.gpu.hopper_variants NAME`.
+
+A process compiles one kernel after the other, seconds each; Triton's cache on disk serves the rest.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import tilewise as tw
+
+_BF16, _FP16 = torch.bfloat16, torch.float16
+
+
+def _call(
+    D: int, dtype: torch.dtype = _BF16, *, E: int | None = None, with_mask: Any = None,
+    with_sinks: bool = False, **options: Any,
+) -> Callable[[], Any]:  # fmt: skip
+    """with_mask: makes one on the GPU."""
+
+    def call() -> Any:
+        shapes = ((1, 65, 2, D), (1, 65, 2, D), (1, 65, 2, E or D))
+        q, k, v = (torch.zeros(shape, dtype=dtype, device="cuda") for shape in shapes)
+        terms = {"sinks": torch.zeros(2, device="cuda")} if with_sinks else {}
+        if with_mask is not None:
+            terms["mask"] = with_mask()
+        return tw.attention_partial(q, k, v, backend="hopper", **terms, **options)
+
+    return call
+
+
+def _padding() -> tw.Mask:
+    return tw.causal() & tw.key_padding(torch.tensor([3], device="cuda"))
+
+
+def _backward() -> None:
+    q, k, v = (
+        torch.zeros(1, 300, 2, 64, dtype=_BF16, device="cuda", requires_grad=True) for _ in "qkv"
+    )
+    tw.attention(q, k, v, backend="hopper").sum().backward()
+
+
+VARIANTS: dict[str, Callable[[], Any]] = {
+    **{f"bf16 {D}": _call(D) for D in (64, 128, 256)},
+    **{f"fp16 {D}": _call(D, _FP16) for D in (64, 128)},
+    **{f"window {D}": _call(D, mask=tw.window(9, 0)) for D in (64, 128, 256)},
+    **{f"E {E}": _call(D, E=E) for D, E in ((64, 128), (192, 128), (96, 256))},
+    **{f"padding {D}": _call(D, with_mask=_padding) for D in (64, 128)},
+    "sinks": _call(64, with_sinks=True),
+    "fp32 out": _call(128, out_dtype=torch.float32),
+    "backward": _backward,
+}
+
+
+def compile_all() -> None:
+    """Everything, in processes of their own."""
+    command = [sys.executable, "-m", "tests.gpu.hopper_variants"]
+    running = {name: subprocess.Popen([*command, name]) for name in VARIANTS}
+    failed = [name for name, process in running.items() if process.wait(timeout=100)]
+    assert not failed, f"did not compile or run: {failed}"
+
+
+if __name__ == "__main__":
+    VARIANTS[sys.argv[1]]()
+    torch.cuda.synchronize()
