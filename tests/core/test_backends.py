@@ -224,8 +224,10 @@ def test_a_named_triton_on_a_gpu_is_the_callers() -> None:
 @pytest.mark.parametrize("D", [1, 16, 64, 80, 128, 192, 256])
 def test_auto_takes_hopper_where_it_is(D: int, dtype: torch.dtype) -> None:
     masks = (tw.full(), tw.causal(), tw.window(3, 1), tw.causal(offset=-2))
-    for mask in (*masks, tw.causal() & tw.key_padding([2])):
+    documents = tw.causal() & tw.documents([0, 1, 3])
+    for mask in (*masks, documents, tw.causal() & tw.key_padding([2])):
         assert choice.choose("attention", "auto", call(GPU, dtype, D=D, mask=mask)) == "hopper"
+    assert choice.choose("attention", "auto", call(GPU, dtype, D=D, packed=True)) == "hopper"
     assert choice.choose("attention", "auto", call(CPU, dtype, D=D)) == "tiled"
     explained = choice.explain("attention", "auto", call(GPU, dtype, D=D))
     assert explained.name == "hopper" and "cuda:0" in explained.reason
@@ -243,8 +245,6 @@ NOT_ON_HOPPER: list[tuple[dict[str, Any], str]] = [
     ({"softcap": 3.0}, "adds nothing"),
     ({"alibi_slopes": torch.ones(2)}, "adds nothing"),
     ({"scale": -1.0}, "more than 0"),
-    ({"packed": True}, "no documents"),
-    ({"mask": tw.documents([0, 1, 3])}, "no documents"),
 ]
 
 

@@ -5,9 +5,11 @@ A process compiles one kernel after the other, seconds each; Triton's cache on d
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -38,6 +40,21 @@ def _padding() -> tw.Mask:
     return tw.causal() & tw.key_padding(torch.tensor([3], device="cuda"))
 
 
+def _packed(D: int, mask: tw.Mask, **options: Any) -> Callable[[], Any]:
+    def call() -> Any:
+        q, k, v = (torch.zeros(70, 2, D, dtype=_BF16, device="cuda") for _ in "qkv")
+        cu_seqlens = torch.tensor([0, 3, 70], dtype=torch.int32, device="cuda")
+        return tw.attention_varlen_partial(
+            q, k, v, cu_seqlens_q=cu_seqlens, mask=mask, backend="hopper", **options
+        )
+
+    return call
+
+
+def _documents() -> tw.Mask:
+    return tw.causal() & tw.documents(torch.tensor([0, 3, 65], device="cuda", dtype=torch.int32))
+
+
 def _backward() -> None:
     q, k, v = (
         torch.zeros(1, 300, 2, 64, dtype=_BF16, device="cuda", requires_grad=True) for _ in "qkv"
@@ -51,6 +68,10 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     **{f"window {D}": _call(D, mask=tw.window(9, 0)) for D in (64, 128, 256)},
     **{f"E {E}": _call(D, E=E) for D, E in ((64, 128), (192, 128), (96, 256))},
     **{f"padding {D}": _call(D, with_mask=_padding) for D in (64, 128)},
+    **{f"packed {D}": _packed(D, tw.causal()) for D in (64, 128, 256)},
+    **{f"packed window {D}": _packed(D, tw.window(9, 3)) for D in (64, 128, 256)},
+    "packed fp32": _packed(128, tw.full(), out_dtype=torch.float32),
+    "documents": _call(64, with_mask=_documents),
     "sinks": _call(64, with_sinks=True),
     "fp32 out": _call(128, out_dtype=torch.float32),
     "backward": _backward,
@@ -59,10 +80,15 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 
 def compile_all() -> None:
     """Everything, in processes of their own."""
-    command = [sys.executable, "-m", "tests.gpu.hopper_variants"]
-    running = {name: subprocess.Popen([*command, name]) for name in VARIANTS}
-    failed = [name for name, process in running.items() if process.wait(timeout=100)]
-    assert not failed, f"did not compile or run: {failed}"
+
+    def run(name: str) -> str:
+        command = [sys.executable, "-m", "tests.gpu.hopper_variants", name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        return f"{name}: {done.stderr[-2000:]}" if done.returncode else ""
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        failed = [problem for problem in pool.map(run, VARIANTS) if problem]
+    assert not failed, "\n".join(failed)
 
 
 if __name__ == "__main__":

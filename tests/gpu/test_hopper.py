@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -384,3 +385,120 @@ def test_a_call_waits_for_its_own_stream() -> None:
         found = attend(*late)
     torch.cuda.synchronize()
     assert are_equal(found, expected)
+
+
+# ---------------------------------------------------------------- documents
+
+CU_Q = (0, 1, 1, 64, 129, 257, 1257, 1257, 1320)
+CU_K = (0, 7, 70, 134, 134, 334, 1334, 1400, 1465)
+
+
+def packed(D: int, T: int, S: int, **options: Any) -> list[Tensor]:
+    return [x[0] for x in draw(1, T, S, D=D, **options)]
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tw.Partial:
+    with torch.no_grad():
+        return tw.attention_varlen_partial(q, k, v, backend="hopper", **options)
+
+
+PACKED_MASKS = {"full": tw.full(), "causal": tw.causal(), "window": tw.window(40, 3)}
+
+
+@pytest.mark.parametrize("name", PACKED_MASKS)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_a_document_is_what_it_is_alone(D: int, name: str) -> None:
+    """To the bit, whatever stands in other documents and in rows of none."""
+    mask = PACKED_MASKS[name]
+    q, k, v = packed(D, 1400, 1500)
+    lengths = {"cu_seqlens_q": ints(*CU_Q), "cu_seqlens_k": ints(*CU_K)}
+    for value in (1.0, float("nan"), float("inf")):
+        q[CU_Q[-1] :], k[CU_K[-1] :], v[CU_K[-1] :] = value, value, value
+        with poisoned_memory():
+            out, lse = attend_packed(q, k, v, mask=mask, **lengths)
+        assert not bool(out[CU_Q[-1] :].any()) and bool(lse[:, CU_Q[-1] :].isneginf().all())
+        for rows, keys in zip(pairwise(CU_Q), pairwise(CU_K), strict=True):
+            m, n = slice(*rows), slice(*keys)
+            alone = attend(q[None, m], k[None, n], v[None, n], mask=mask)
+            assert torch.equal(out[m], alone.out[0]) and torch.equal(lse[:, m], alone.lse[0])
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_what_is_in_one_document_reaches_no_other(D: int) -> None:
+    q, k, v = packed(D, 1320, 1465)
+    lengths = {"cu_seqlens_q": ints(*CU_Q), "cu_seqlens_k": ints(*CU_K), "mask": tw.causal()}
+    expected = attend_packed(q, k, v, **lengths)
+    for x, cu in ((q, CU_Q), (k, CU_K), (v, CU_K)):
+        x[cu[4] : cu[5]] = float("nan")
+    out, lse = attend_packed(q, k, v, **lengths)
+    rows = torch.ones(1320, dtype=torch.bool, device=DEVICE)
+    rows[CU_Q[4] : CU_Q[5]] = False
+    assert bool(out[~rows].isnan().any())
+    assert torch.equal(out[rows], expected.out[rows])
+    assert torch.equal(lse[:, rows], expected.lse[:, rows])
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_rows_past_a_used_length_do_not_exist(D: int) -> None:
+    used_q, used_k = (1, 0, 60, 3, 128, 999, 0, 63), (7, 5, 0, 0, 150, 1000, 3, 65)
+    q, k, v = packed(D, 1320, 1465)
+    lengths = {
+        "cu_seqlens_q": ints(*CU_Q), "cu_seqlens_k": ints(*CU_K), "mask": tw.causal(),
+        "seqused_q": ints(*used_q), "seqused_k": ints(*used_k),
+    }  # fmt: skip
+    expected = attend_packed(q, k, v, **lengths)
+    for i in range(8):
+        q[CU_Q[i] + used_q[i] : CU_Q[i + 1]] = float("nan")
+        k[CU_K[i] + used_k[i] : CU_K[i + 1]] = float("nan")
+        v[CU_K[i] + used_k[i] : CU_K[i + 1]] = float("inf")
+    found = attend_packed(q, k, v, **lengths)
+    assert are_equal(found, expected)
+    for i in range(8):
+        m = slice(CU_Q[i], CU_Q[i] + used_q[i])
+        n = slice(CU_K[i], CU_K[i] + used_k[i])
+        alone = attend(q[None, m], k[None, n], v[None, n], mask=tw.causal())
+        assert torch.equal(found.out[m], alone.out[0])
+        assert not bool(found.out[m.stop : CU_Q[i + 1]].any())
+
+
+def test_many_short_documents() -> None:
+    """More than one look of the search, some empty, against documents that a mask makes."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(0, 9, (1000,), generator=generator)
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).to(DEVICE, torch.int32)
+    total = int(cu[-1])
+    q, k, v = packed(64, total, total)
+    out, lse = attend_packed(q, k, v, cu_seqlens_q=cu, mask=tw.causal())
+    index = torch.repeat_interleave(torch.arange(1000), sizes).to(DEVICE)
+    visible = band(total, total, None, 0) & (index[:, None] == index)
+    x = [t[None] for t in (q, k, v)]
+    exact, exact_lse = formula(*(t.double() for t in x), visible)
+    eager, _ = formula(*x, visible)
+    assert_within_budget(out[None], exact, eager, name="out")
+    assert_lse_within_budget(lse[None], exact_lse, BF16)
+    masked = attend(*x, mask=tw.causal() & tw.documents(cu))
+    assert_within_budget(masked.out, exact, eager, name="out of a mask")
+    assert_lse_within_budget(masked.lse, exact_lse, BF16)
+
+
+def test_rows_that_start_elsewhere() -> None:
+    """Pieces whose starts, and windows whose offsets, are on the device, one a batch row."""
+    q, k, v = draw(2, 130, 300, D=128)
+    q_start, k_start = ints(200, 30), ints(0, 90)
+    out, lse = attend(q, k, v, mask=tw.window(99, 0), q_start=q_start, k_start=k_start)
+    offsets = (q_start - k_start).tolist()
+    visible = torch.stack([band(130, 300, 99, 0, offset) for offset in offsets])[:, None]
+    exact, exact_lse = formula(*(x.double() for x in (q, k, v)), visible)
+    eager, _ = formula(q, k, v, visible)
+    assert_within_budget(out, exact, eager, name="out")
+    assert_lse_within_budget(lse, exact_lse, BF16)
+    mask = tw.window(99, 0, offset=q_start - k_start)
+    assert are_equal(attend(q, k, v, mask=mask), (out, lse))
+
+
+def test_packed_fp32_partials() -> None:
+    q, k, v = packed(128, 1320, 1465)
+    lengths = {"cu_seqlens_q": ints(*CU_Q), "cu_seqlens_k": ints(*CU_K)}
+    out, lse = attend_packed(q, k, v, out_dtype=torch.float32, **lengths)
+    rounded, same_lse = attend_packed(q, k, v, **lengths)
+    assert torch.equal(out.to(BF16), rounded) and torch.equal(lse, same_lse)

@@ -78,17 +78,15 @@ def _dtype_problem(piece: Piece, known: tuple[str, ...]) -> str:
 
 def _feature_problem(piece: Piece) -> str:
     """What of a call the hopper kernels do not do."""
-    terms, band = piece.terms, piece.band
+    terms = piece.terms
     if terms.bias is not None:
         return "adds no bias"
     if terms.dropout_p > 0.0:
         return "drops nothing, and dropout_p is not 0"
     if terms.softcap is not None or terms.alibi_slopes is not None or terms.scale <= 0.0:
         return "adds nothing to scaled products, and scales by more than 0"
-    if band is None:
-        return "takes a window, a range of keys and what they have in common as a mask"
-    if piece.positions.is_packed or band.documents is not None:
-        return "takes no documents"
+    if piece.band is None:
+        return "takes a window, a range of keys, documents and what they have in common as a mask"
     return ""
 
 

@@ -16,6 +16,7 @@ from . import hopper_forward, hopper_producer
 from .hopper_config import ForwardConfig, forward_config, tile_dim
 from .hopper_producer import HopperBuild, SpanBuild, Tickets
 from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
+from .triton_placement import DOCUMENTS, PACKED
 
 _ROWS = hopper_producer.ROWS.value
 _KERNEL = hopper_forward._attention_fwd_hopper_kernel
@@ -44,8 +45,9 @@ class Forward:
         band = call.band
         is_uneven = band is not None and (band.left < UNBOUNDED or band.right < UNBOUNDED)
         kv_bytes = max(1, call.N) * sum(dims) * q.element_size() * call.G // H or 1
-        together = max(1, min(B * H, _L2_BYTES // kv_bytes)) if is_uneven else 1
-        self._tickets = code(self._n_tiles), code(B * H), code(together)
+        n_heads = H if call.place_kind in (PACKED, DOCUMENTS) else B * H
+        together = max(1, min(n_heads, _L2_BYTES // kv_bytes)) if is_uneven else 1
+        self._tickets = code(self._n_tiles), code(n_heads), code(together)
         self._layouts = _layout(dims[0]), _layout(dims[1])
         self._blocks = [1, 1, _ROWS, dims[0]], [1, 1, config.launch.block_n, dims[0]]
         self._value_blocks = [1, 1, config.launch.block_n, dims[1]], [1, 1, _ROWS, dims[1]]

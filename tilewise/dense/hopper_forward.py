@@ -48,7 +48,7 @@ from ..kernels.gluon import (
     warpgroup_mma_wait,
 )
 from ..kernels.masks import key_span
-from ..kernels.placement import UNIFORM, sequence_at
+from ..kernels.placement import PACKED, UNIFORM, sequence_at
 from ..kernels.softmax import join_sink, softmax_end
 from ..kernels.tiles import row_base, statistics_base
 from .hopper_producer import (
@@ -98,12 +98,8 @@ def _flag_name(partition):
 @gluon.jit
 def _mma_partition(rings, out_desc, out, lse, call, ID: gl.constexpr, BUILD: gl.constexpr):
     EVERYONE: gl.constexpr = count_everyone(BUILD)
-    ROW: gl.constexpr = gl.SliceLayout(1, _accumulator(BUILD.tile.block_n))
-    TILE: gl.constexpr = BUILD.tile
-    GROUP: gl.constexpr = BUILD.group
     FLAG: gl.constexpr = _flag_name(ID)
     flag_declare(FLAG, gl.program_id(0))
-    q = rings.q.index(ID).reshape([ROWS, BUILD.dim])
     iteration = 0
     n_tiles = 0
     if BUILD.takes_turns:
@@ -112,62 +108,26 @@ def _mma_partition(rings, out_desc, out, lse, call, ID: gl.constexpr, BUILD: gl.
     mbarrier.wait(rings.q_full.index(ID), 0)
     index = _receive(rings.mail, 0)
     while index >= 0:
-        h = _receive(rings.mail, 1)
-        tile = _receive(rings.mail, 2)
-        seq = sequence_at(call.place, index, BUILD.place)
-        span = key_span(call.mask, seq, h, tile, 0, TILE)
-        n_blocks = gl.maximum(span.n_whole + span.n_partial, 1)
-        end = span.begin + n_blocks
-        # The same of these rows alone, in blocks from the tile's last on.
-        own = key_span(call.mask, seq, h, tile * BUILD.n_consumers + ID, 0, GROUP)
-        whole_begin = own.begin + own.head
-        lo = gl.where(own.n_whole > 0, end - whole_begin - own.n_whole, n_blocks)
-        lo = gl.minimum(gl.maximum(lo, 1), n_blocks)
-        hi = gl.where(own.n_whole > 0, gl.minimum(end - whole_begin, n_blocks), lo)
-        hi = gl.maximum(hi, lo)
-        first = tile * BUILD.tile.block_m + ID * ROWS
-        m = first + gl.arange(0, ROWS, layout=ROW)
-        work = Work(
-            q,
-            gl.maximum(m + seq.left, seq.low),
-            gl.minimum(m + seq.right + 1, seq.high),
-            n_blocks,
-            (end - 1) * BUILD.tile.block_n,
-            iteration,
-            call.terms.scale,
-        )
+        seq, h, tile = _read_tile(rings, call, index, BUILD)
+        work = _describe(rings, call, seq, h, tile, iteration, ID, BUILD)
+        lo, hi = _whole_blocks(call, seq, h, tile, work, ID, BUILD)
         acc, sums, ref, p = _first_block(rings, work, ID, BUILD)
         acc, sums, ref, p = _blocks(1, lo, acc, sums, ref, p, rings, work, True, ID, BUILD)
         acc, sums, ref, p = _blocks(lo, hi, acc, sums, ref, p, rings, work, False, ID, BUILD)
+        # Once more, for it would have taken registers from the loop above.
+        seq, h, tile = _read_tile(rings, call, _receive(rings.mail, 0), BUILD)
+        work = _describe(rings, call, seq, h, tile, iteration, ID, BUILD)
         if BUILD.has_start:
             acc, sums, ref, p = _blocks(
-                hi, n_blocks, acc, sums, ref, p, rings, work, True, ID, BUILD
+                hi, work.n_blocks, acc, sums, ref, p, rings, work, True, ID, BUILD
             )
         if not BUILD.shares_q:
             barrier_arrive(q_empty_barrier(BUILD), EVERYONE, 4)
-        iteration += n_blocks
+        iteration += work.n_blocks
         acc = _last_values(rings, iteration - 1, p, acc, BUILD)
-        row_lse, factor = softmax_end(ref, gl.convert_layout(gl.sum(sums, 1), ROW), True)
-        if call.terms.sinks is not None:
-            row_lse, shrink = join_sink(row_lse, gl.load(call.terms.sinks + h).to(gl.float32))
-            factor *= shrink
-        acc = _scale_rows(acc, factor)
-        if BUILD.place != UNIFORM:
-            owned = m < seq.q_used
-            OWNED: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-            acc = gl.where(gl.convert_layout(owned, OWNED)[:, None], acc, 0.0)
-            row_lse = gl.where(owned, row_lse, float("-inf"))
-        if BUILD.is_staged:
-            at = [seq.batch, h, seq.q_first + first, 0]
-            _store_out(rings, out_desc, acc, at, BUILD, ID)
-        else:
-            _store_rows(
-                out, acc, seq.batch, seq.q_first + first, h, seq.q_stored - first, BUILD
-            )  # fmt: skip
+        _finish(rings, out_desc, out, lse, call, seq, h, tile, acc, sums, ref, ID, BUILD)
         if BUILD.shares_q:
             barrier_arrive(q_empty_barrier(BUILD), EVERYONE, 4)
-        lse_base = statistics_base(lse, seq.batch, seq.q_first + first, h)
-        gl.store(lse_base + (m - first), row_lse, mask=m < seq.q_stored)
         n_tiles += 1
         mbarrier.wait(rings.q_full.index(ID), n_tiles & 1)
         index = _receive(rings.mail, 0)
@@ -182,6 +142,46 @@ def _mma_partition(rings, out_desc, out, lse, call, ID: gl.constexpr, BUILD: gl.
 def _receive(mail, FIELD: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.sum(mail.index(FIELD).load(LAYOUT), 0)
+
+
+@gluon.jit
+def _read_tile(rings, call, index, BUILD: gl.constexpr):
+    """The tile in the mail: its sequence, its head, its number in the sequence."""
+    h, tile = _receive(rings.mail, 1), _receive(rings.mail, 2)
+    return sequence_at(call.place, index, BUILD.place), h, tile
+
+
+@gluon.jit
+def _describe(rings, call, seq, h, tile, iteration, ID: gl.constexpr, BUILD: gl.constexpr):
+    """The work that a tile is for a consumer."""
+    ROW: gl.constexpr = gl.SliceLayout(1, _accumulator(BUILD.tile.block_n))
+    TILE: gl.constexpr = BUILD.tile
+    span = key_span(call.mask, seq, h, tile, 0, TILE)
+    n_blocks = gl.maximum(span.n_whole + span.n_partial, 1)
+    m = tile * BUILD.tile.block_m + ID * ROWS + gl.arange(0, ROWS, layout=ROW)
+    return Work(
+        rings.q.index(ID).reshape([ROWS, BUILD.dim]),
+        gl.maximum(m + seq.left, seq.low),
+        gl.minimum(m + seq.right + 1, seq.high),
+        n_blocks,
+        (span.begin + n_blocks - 1) * BUILD.tile.block_n,
+        iteration,
+        call.terms.scale,
+    )
+
+
+@gluon.jit
+def _whole_blocks(call, seq, h, tile, work, ID: gl.constexpr, BUILD: gl.constexpr):
+    """Which blocks, counted from the tile's last, need no test of this consumer's rows."""
+    GROUP: gl.constexpr = BUILD.group
+    own = key_span(call.mask, seq, h, tile * BUILD.n_consumers + ID, 0, GROUP)
+    # To the last block that all rows see, in the same count.
+    skipped = work.last_column // BUILD.tile.block_n + 1 - (own.begin + own.head)
+    has_whole = own.n_whole > 0
+    lo = gl.where(has_whole, skipped - own.n_whole, work.n_blocks)
+    lo = gl.minimum(gl.maximum(lo, 1), work.n_blocks)
+    hi = gl.where(has_whole, gl.minimum(skipped, work.n_blocks), lo)
+    return lo, gl.maximum(hi, lo)
 
 
 @gluon.jit
@@ -364,6 +364,42 @@ def _last_values(rings, iteration, p, acc, BUILD: gl.constexpr):
     acc = warpgroup_mma_wait(0, [acc])
     barrier_arrive(v_empty_barrier(BUILD) + slot, count_everyone(BUILD), 4)
     return acc
+
+
+@gluon.jit
+def _finish(
+    rings, out_desc, out, lse, call, seq, h, tile, acc, sums, ref,
+    ID: gl.constexpr, BUILD: gl.constexpr,
+):  # fmt: skip
+    """Write a consumer's rows of out and lse."""
+    ROW: gl.constexpr = ref.type.layout
+    first = tile * BUILD.tile.block_m + ID * ROWS
+    m = first + gl.arange(0, ROWS, layout=ROW)
+    row_lse, factor = softmax_end(ref, gl.convert_layout(gl.sum(sums, 1), ROW), True)
+    if call.terms.sinks is not None:
+        row_lse, shrink = join_sink(row_lse, gl.load(call.terms.sinks + h).to(gl.float32))
+        factor *= shrink
+    acc = _scale_rows(acc, factor)
+    if BUILD.place != UNIFORM:
+        owned = m < seq.q_used
+        OWNED: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        acc = gl.where(gl.convert_layout(owned, OWNED)[:, None], acc, 0.0)
+        row_lse = gl.where(owned, row_lse, float("-inf"))
+    n_rows = seq.q_stored - first
+    if BUILD.is_staged:
+        at = [seq.batch, h, seq.q_first + first, 0]
+        if BUILD.place >= PACKED:
+            # TMA does not know where a document ends.
+            if n_rows >= ROWS:
+                _store_out(rings, out_desc, acc, at, BUILD, ID)
+            else:
+                _store_rows(out, acc, seq.batch, seq.q_first + first, h, n_rows, BUILD)
+        else:
+            _store_out(rings, out_desc, acc, at, BUILD, ID)
+    else:
+        _store_rows(out, acc, seq.batch, seq.q_first + first, h, n_rows, BUILD)
+    lse_base = statistics_base(lse, seq.batch, seq.q_first + first, h)
+    gl.store(lse_base + (m - first), row_lse, mask=m < seq.q_stored)
 
 
 @gluon.jit

@@ -18,11 +18,13 @@ from ..kernels.gluon import (
     tma_load,
 )
 from ..kernels.masks import key_span
-from ..kernels.placement import sequence_at
+from ..kernels.placement import FAR, FIELDS, FIRST_Q_TILE, PACKED, sequence_at
 from ..kernels.structs import decode
 
 # What a wgmma of a warp group multiplies.
 ROWS = gl.constexpr(64)
+# Sequences that a search looks at together.
+_SEARCH = gl.constexpr(128)
 
 
 class Rings(NamedTuple):
@@ -117,40 +119,25 @@ def count_everyone(build):
 
 @gluon.jit
 def load_partition(q_desc, k_desc, v_desc, rings, call, tickets, BUILD: gl.constexpr):
-    EVERYONE: gl.constexpr = count_everyone(BUILD)
-    Q_EMPTY: gl.constexpr = q_empty_barrier(BUILD)
     N_CONSUMERS: gl.constexpr = BUILD.n_consumers
-    TILE: gl.constexpr = BUILD.tile
     n_all = decode(tickets.n_tiles)
     ticket = gl.program_id(0)
     iteration = 0
     n_landed = 0
     while ticket < n_all:
-        index, h, tile = _locate(tickets, call.place, ticket)
+        index, h, tile = _locate(tickets, call.place, ticket, BUILD)
         seq = sequence_at(call.place, index, BUILD.place)
-        kv_head = h // decode(call.place.group)
-        span = key_span(call.mask, seq, h, tile, 0, TILE)
-        n_blocks = gl.maximum(span.n_whole + span.n_partial, 1)
-        last = (span.begin + n_blocks - 1) * BUILD.tile.block_n
-        row = seq.q_first + tile * BUILD.tile.block_m
-        # Keys of the next tile come while consumers are still at the last one.
-        _load_k(k_desc, rings, iteration, seq.batch, kv_head, seq.k_first + last, BUILD)
-        if iteration > 0:
-            barrier_sync(Q_EMPTY, EVERYONE, 1)
-        _send(rings.mail, index, h, tile)
-        for i in gl.static_range(N_CONSUMERS):
-            mbarrier.expect(rings.q_full.index(i), q_desc.block_type.nbytes)
-            at = [seq.batch, h, row + i * ROWS, 0]
-            tma_load(q_desc, at, rings.q_full.index(i), rings.q.index(i))
-        next_ticket = gl.num_programs(0) + gl.atomic_add(tickets.ptr, 1)
-        # Keys are a block ahead of values.
-        for j in range(0, n_blocks):
-            n0 = last - j * BUILD.tile.block_n
-            if j + 1 < n_blocks:
-                below = seq.k_first + n0 - BUILD.tile.block_n
-                _load_k(k_desc, rings, iteration + 1, seq.batch, kv_head, below, BUILD)
-            n_landed = _load_v(v_desc, rings, iteration, n_landed, seq, span, kv_head, n0, BUILD)
-            iteration += 1
+        # Of packed documents tiles are counted from above.
+        if tile * BUILD.tile.block_m < seq.q_stored:
+            _start_tile(
+                q_desc, k_desc, rings, call, seq, index, h, tile, iteration, BUILD
+            )  # fmt: skip
+            next_ticket = gl.num_programs(0) + gl.atomic_add(tickets.ptr, 1)
+            iteration, n_landed = _load_blocks(
+                k_desc, v_desc, rings, call, seq, h, tile, iteration, n_landed, BUILD
+            )  # fmt: skip
+        else:
+            next_ticket = gl.num_programs(0) + gl.atomic_add(tickets.ptr, 1)
         ticket = next_ticket
     _drain(rings, iteration, BUILD)
     _send(rings.mail, -1, 0, 0)
@@ -160,7 +147,7 @@ def load_partition(q_desc, k_desc, v_desc, rings, call, tickets, BUILD: gl.const
 
 
 @gluon.jit
-def _locate(tickets, place, ticket):
+def _locate(tickets, place, ticket, BUILD: gl.constexpr):
     """The sequence, head and tile of a ticket: heads take turns in groups, late tiles first."""
     n_heads = decode(tickets.n_heads)
     together = decode(tickets.heads_together)
@@ -170,8 +157,81 @@ def _locate(tickets, place, ticket):
     size = gl.minimum(n_heads - group * together, together)
     tile = n_tiles - 1 - rest // size
     head = group * together + rest % size
-    H = decode(place.H)
-    return head // H, head % H, tile
+    if BUILD.place >= PACKED:
+        index = _find(place, tile)
+        first = gl.load(place.table + index.to(gl.int64) * FIELDS + FIRST_Q_TILE)
+        return index, head, tile - first
+    else:
+        H = decode(place.H)
+        return head // H, head % H, tile
+
+
+@gluon.jit
+def _find(place, tile):
+    """The last sequence whose first tile is at or before this one, as `placement.locate` does."""
+    n_sequences = decode(place.n_sequences)
+    block = 0
+    if n_sequences > _SEARCH:
+        block -= 1
+        for start in range(0, n_sequences, _SEARCH * _SEARCH):
+            block += _count_begun(place.table, start, _SEARCH, n_sequences, tile)
+    start = block * _SEARCH
+    return start + _count_begun(place.table, start, 1, n_sequences, tile) - 1
+
+
+@gluon.jit
+def _count_begun(table, start, STEP: gl.constexpr, n_sequences, tile):
+    """Of _SEARCH sequences, STEP apart, those whose first tile is at or before this one."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    rows = start + STEP * gl.arange(0, _SEARCH, layout=LAYOUT)
+    at = table + rows.to(gl.int64) * FIELDS + FIRST_Q_TILE
+    first = gl.load(at, mask=rows < n_sequences, other=FAR)
+    return gl.sum((first <= tile).to(gl.int32), 0)
+
+
+@gluon.jit
+def _span(call, seq, h, tile, BUILD: gl.constexpr):
+    """The keys that a tile visits: its span, how many blocks, the first key of the last."""
+    TILE: gl.constexpr = BUILD.tile
+    span = key_span(call.mask, seq, h, tile, 0, TILE)
+    n_blocks = gl.maximum(span.n_whole + span.n_partial, 1)
+    return span, n_blocks, (span.begin + n_blocks - 1) * BUILD.tile.block_n
+
+
+@gluon.jit
+def _start_tile(
+    q_desc, k_desc, rings, call, seq, index, h, tile, iteration, BUILD: gl.constexpr
+):  # fmt: skip
+    """Its first keys, which come while consumers are still at the tile before; then Q."""
+    _, _, last = _span(call, seq, h, tile, BUILD)
+    kv_head = h // decode(call.place.group)
+    _load_k(k_desc, rings, iteration, seq.batch, kv_head, seq.k_first + last, BUILD)
+    if iteration > 0:
+        barrier_sync(q_empty_barrier(BUILD), count_everyone(BUILD), 1)
+    _send(rings.mail, index, h, tile)
+    row = seq.q_first + tile * BUILD.tile.block_m
+    N_CONSUMERS: gl.constexpr = BUILD.n_consumers
+    for i in gl.static_range(N_CONSUMERS):
+        mbarrier.expect(rings.q_full.index(i), q_desc.block_type.nbytes)
+        at = [seq.batch, h, row + i * ROWS, 0]
+        tma_load(q_desc, at, rings.q_full.index(i), rings.q.index(i))
+
+
+@gluon.jit
+def _load_blocks(
+    k_desc, v_desc, rings, call, seq, h, tile, iteration, n_landed, BUILD: gl.constexpr
+):  # fmt: skip
+    """The blocks of a tile, keys one ahead of values. Returns: iteration, n_landed."""
+    span, n_blocks, last = _span(call, seq, h, tile, BUILD)
+    kv_head = h // decode(call.place.group)
+    for j in range(0, n_blocks):
+        n0 = last - j * BUILD.tile.block_n
+        if j + 1 < n_blocks:
+            below = seq.k_first + n0 - BUILD.tile.block_n
+            _load_k(k_desc, rings, iteration + 1, seq.batch, kv_head, below, BUILD)
+        n_landed = _load_v(v_desc, rings, iteration, n_landed, seq, span, kv_head, n0, BUILD)
+        iteration += 1
+    return iteration, n_landed
 
 
 @gluon.jit
@@ -203,8 +263,11 @@ def _load_v(desc, rings, iteration, n_landed, seq, span, head, n0, BUILD: gl.con
     at = [seq.batch, head, seq.k_first + n0, 0]
     full = rings.v_full.index(slot)
     tile = rings.v.index(slot)
-    # TMA itself fills up with zeros where storage ends.
-    is_cut = (n0 < span.start) | ((n0 + BLOCK_N > span.stop) & (span.stop < seq.k_stored))
+    is_cut = n0 + BLOCK_N > span.stop
+    if BUILD.place < PACKED:
+        # TMA itself fills up with zeros where storage ends.
+        is_cut = is_cut & (span.stop < seq.k_stored)
+    is_cut = is_cut | (n0 < span.start)
     if is_cut:
         landing = rings.landing.index(0)
         mbarrier.expect(landing, desc.block_type.nbytes)
