@@ -227,7 +227,9 @@ def test_auto_takes_hopper_where_it_is(D: int, dtype: torch.dtype) -> None:
     documents = tw.causal() & tw.documents([0, 1, 3])
     for mask in (*masks, documents, tw.causal() & tw.key_padding([2])):
         assert choice.choose("attention", "auto", call(GPU, dtype, D=D, mask=mask)) == "hopper"
-    assert choice.choose("attention", "auto", call(GPU, dtype, D=D, packed=True)) == "hopper"
+    terms = {"softcap": 3.0, "alibi_slopes": torch.ones(2), "sinks": torch.ones(2), "scale": -1.0}
+    for changes in ({"packed": True}, terms):
+        assert choice.choose("attention", "auto", call(GPU, dtype, D=D, **changes)) == "hopper"
     assert choice.choose("attention", "auto", call(CPU, dtype, D=D)) == "tiled"
     explained = choice.explain("attention", "auto", call(GPU, dtype, D=D))
     assert explained.name == "hopper" and "cuda:0" in explained.reason
@@ -242,9 +244,6 @@ NOT_ON_HOPPER: list[tuple[dict[str, Any], str]] = [
     ({"dropout_p": 0.1}, "dropout_p"),
     ({"mask": ~tw.window(1, 1)}, "as a mask"),
     ({"mask": tw.from_function(lambda b, h, m, n: m != n)}, "as a mask"),
-    ({"softcap": 3.0}, "adds nothing"),
-    ({"alibi_slopes": torch.ones(2)}, "adds nothing"),
-    ({"scale": -1.0}, "more than 0"),
 ]
 
 

@@ -21,17 +21,17 @@ _BF16, _FP16 = torch.bfloat16, torch.float16
 
 def _call(
     D: int, dtype: torch.dtype = _BF16, *, E: int | None = None, with_mask: Any = None,
-    with_sinks: bool = False, **options: Any,
+    terms: tuple[str, ...] = (), **options: Any,
 ) -> Callable[[], Any]:  # fmt: skip
-    """with_mask: makes one on the GPU."""
+    """with_mask: makes one on the GPU. terms: names of those that are tensors of heads."""
 
     def call() -> Any:
         shapes = ((1, 65, 2, D), (1, 65, 2, D), (1, 65, 2, E or D))
         q, k, v = (torch.zeros(shape, dtype=dtype, device="cuda") for shape in shapes)
-        terms = {"sinks": torch.zeros(2, device="cuda")} if with_sinks else {}
+        made: dict[str, Any] = {name: torch.zeros(2, device="cuda") for name in terms}
         if with_mask is not None:
-            terms["mask"] = with_mask()
-        return tw.attention_partial(q, k, v, backend="hopper", **terms, **options)
+            made["mask"] = with_mask()
+        return tw.attention_partial(q, k, v, backend="hopper", **made, **options)
 
     return call
 
@@ -72,7 +72,15 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     **{f"packed window {D}": _packed(D, tw.window(9, 3)) for D in (64, 128, 256)},
     "packed fp32": _packed(128, tw.full(), out_dtype=torch.float32),
     "documents": _call(64, with_mask=_documents),
-    "sinks": _call(64, with_sinks=True),
+    "sinks 64": _call(64, terms=("sinks",)),
+    "sinks": _call(128, terms=("sinks",)),
+    "softcap": _call(128, softcap=5.0),
+    "ALiBi": _call(128, terms=("alibi_slopes",)),
+    "scale below 0": _call(128, scale=-0.2),
+    **{
+        f"terms {D} {dtype}": _call(D, dtype, terms=("alibi_slopes", "sinks"), softcap=5.0)
+        for D, dtype in ((64, _BF16), (128, _BF16), (256, _BF16), (128, _FP16))
+    },
     "fp32 out": _call(128, out_dtype=torch.float32),
     "backward": _backward,
 }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.cases.common import formula
+from tests.cases.common import alibi, formula
 from tests.gpu.common import DEVICE, are_equal, ints, normal, qkv
 from tests.gpu.hopper_variants import compile_all
 from tests.helpers import check_call
@@ -242,6 +242,67 @@ def test_a_row_of_nan_stays_alone(D: int) -> None:
     expected[:, 77, 1], expected_lse[:, 1, 77] = out[:, 77, 1], lse[:, 1, 77]
     assert torch.equal(out.nan_to_num(3.0), expected.nan_to_num(3.0))
     assert torch.equal(lse.nan_to_num(3.0), expected_lse.nan_to_num(3.0))
+
+
+# ---------------------------------------------------------------- what else a score is made of
+
+
+def check_terms(D: int, dtype: torch.dtype, factor: float, **options: Any) -> None:
+    """causal, with logits that a softcap bends, against the formula."""
+    q, k, v = draw(2, 300, 500, (4, 2), D=D, dtype=dtype)
+    q.mul_(factor)
+    visible, terms = band(300, 500, None, 0), dict(options)
+    slopes = terms.pop("alibi_slopes", None)
+    if slopes is not None:
+        rows = torch.arange(300, device=DEVICE)[:, None] + 200
+        added = alibi(slopes.double(), rows, torch.arange(500, device=DEVICE)[None])
+        terms["bias"] = added if slopes.dim() == 2 else added[None]
+    with poisoned_memory():
+        out, lse = attend(q, k, v, mask=tw.causal(), **options)
+    exact, exact_lse = formula(*(x.double() for x in (q, k, v)), visible, **terms)
+    eager, _ = formula(q, k, v, visible, **terms)
+    assert_within_budget(out, exact, eager, name="out")
+    assert_lse_within_budget(lse, exact_lse, dtype)
+
+
+def slopes_of(*shape: int) -> Tensor:
+    return normal(*shape, dtype=torch.float32, seed=8).abs()
+
+
+TERMS: dict[str, Callable[[], dict[str, Any]]] = {
+    "softcap": lambda: {"softcap": 5.0},
+    "wide softcap": lambda: {"softcap": 50.0},
+    "ALiBi [H]": lambda: {"alibi_slopes": slopes_of(4)},
+    "ALiBi [B, H]": lambda: {"alibi_slopes": slopes_of(2, 4)},
+    "steep ALiBi": lambda: {"alibi_slopes": 100 * slopes_of(4)},
+    "ALiBi upwards": lambda: {"alibi_slopes": -slopes_of(4)},
+    "sinks": lambda: {"sinks": normal(4, dtype=torch.float32, seed=9)},
+    "scale below 0": lambda: {"scale": -0.2},
+    "scale 0": lambda: {"scale": 0.0},
+    "all": lambda: {
+        "softcap": 8.0, "alibi_slopes": slopes_of(4), "scale": 0.3,
+        "sinks": normal(4, dtype=torch.float32, seed=9),
+    },
+}  # fmt: skip
+
+
+# All of them compile to one kernel; those of one alone are tried at one head dim.
+WITH_TERMS = [
+    *((128, BF16, name) for name in TERMS),
+    *((D, dtype, "all") for D, dtype in ((64, BF16), (256, BF16), (128, FP16))),
+]
+
+
+@pytest.mark.parametrize(("D", "dtype", "name"), WITH_TERMS)
+def test_terms(D: int, dtype: torch.dtype, name: str) -> None:
+    check_terms(D, dtype, 1.0, **TERMS[name]())
+    check_terms(D, dtype, 8.0, **TERMS[name]())
+
+
+def test_gradients_of_terms() -> None:
+    tensors = dict(zip("qkv", draw(2, 200, 300, (4, 2), D=64), strict=True))
+    tensors |= {"alibi_slopes": slopes_of(4), "sinks": normal(4, dtype=torch.float32, seed=9)}
+    check_call("attention", tensors, backend="hopper", mask=tw.causal(), softcap=8.0)
 
 
 # ---------------------------------------------------------------- isolation and layouts

@@ -83,8 +83,6 @@ def _feature_problem(piece: Piece) -> str:
         return "adds no bias"
     if terms.dropout_p > 0.0:
         return "drops nothing, and dropout_p is not 0"
-    if terms.softcap is not None or terms.alibi_slopes is not None or terms.scale <= 0.0:
-        return "adds nothing to scaled products, and scales by more than 0"
     if piece.band is None:
         return "takes a window, a range of keys, documents and what they have in common as a mask"
     return ""

@@ -40,7 +40,9 @@ from ..kernels.gluon import (
     mask_columns,
     mbarrier,
     pack_pairs,
+    subtract_distance,
     sum_in_thread,
+    tanh_fast,
     tma_store,
     tma_store_wait,
     unpack_pairs,
@@ -49,7 +51,8 @@ from ..kernels.gluon import (
 )
 from ..kernels.masks import key_span
 from ..kernels.placement import PACKED, UNIFORM, sequence_at
-from ..kernels.softmax import join_sink, softmax_end
+from ..kernels.scores import load_slope
+from ..kernels.softmax import LOG2_E, join_sink, softmax_end
 from ..kernels.tiles import row_base, statistics_base
 from .hopper_producer import (
     ROWS,
@@ -71,7 +74,9 @@ _HUGE = gl.constexpr("0f71800000")
 class Work(NamedTuple):
     """What a consumer knows of its tile. start, stop: the keys that each row sees. n_blocks: that
     the tile visits, from the last key on. last_column: of the first of them, its first key.
-    iteration: blocks before this tile."""
+    iteration: blocks before this tile. scale: brings scores to log2 units. position: the key at
+    which a row stands. factor, cap: of products and of their tanh. slope: ALiBi's. The last two
+    are in log2 units, as is the factor where there is no cap."""
 
     q: Any
     start: Any
@@ -80,6 +85,10 @@ class Work(NamedTuple):
     last_column: Any
     iteration: Any
     scale: Any
+    position: Any
+    factor: Any
+    cap: Any
+    slope: Any
 
 
 @gluon.constexpr_function
@@ -159,6 +168,13 @@ def _describe(rings, call, seq, h, tile, iteration, ID: gl.constexpr, BUILD: gl.
     span = key_span(call.mask, seq, h, tile, 0, TILE)
     n_blocks = gl.maximum(span.n_whole + span.n_partial, 1)
     m = tile * BUILD.tile.block_m + ID * ROWS + gl.arange(0, ROWS, layout=ROW)
+    scale, factor, slope = call.terms.scale, call.terms.scale, 0.0
+    if not BUILD.is_folded:
+        scale = 1.0
+        if not BUILD.is_capped:
+            factor *= LOG2_E
+    if BUILD.has_slopes:
+        slope = load_slope(call.terms, seq, h) * LOG2_E
     return Work(
         rings.q.index(ID).reshape([ROWS, BUILD.dim]),
         gl.maximum(m + seq.left, seq.low),
@@ -166,7 +182,11 @@ def _describe(rings, call, seq, h, tile, iteration, ID: gl.constexpr, BUILD: gl.
         n_blocks,
         (span.begin + n_blocks - 1) * BUILD.tile.block_n,
         iteration,
-        call.terms.scale,
+        scale,
+        m + seq.shift,
+        factor,
+        call.terms.cap * LOG2_E,
+        slope,
     )
 
 
@@ -234,6 +254,21 @@ def _raise(s, ref, may_raise, scale, BUILD: gl.constexpr):
 
 
 @gluon.jit
+def _add_terms(s, work, j, BUILD: gl.constexpr):
+    """Scores in log2 units from raw products, where `work.scale` alone does not make them so."""
+    if not BUILD.is_folded:
+        s = s * work.factor
+        if BUILD.is_capped:
+            s = tanh_fast(s) * work.cap
+        if BUILD.has_slopes:
+            n0 = work.last_column - j * BUILD.tile.block_n
+            s = subtract_distance(
+                s, (work.position - n0).to(gl.float32), work.slope, ROWS, BUILD.tile.block_n
+            )
+    return s
+
+
+@gluon.jit
 def _mask(s, work, j, BUILD: gl.constexpr):
     n0 = work.last_column - j * BUILD.tile.block_n
     return mask_columns(
@@ -253,7 +288,7 @@ def _first_block(rings, work, ID: gl.constexpr, BUILD: gl.constexpr):
     _pass_turn(ID, BUILD)
     s = warpgroup_mma_wait(0, [s])
     barrier_arrive(FIRST_FREE + slot, count_everyone(BUILD), 4)
-    s = _mask(s, work, 0, BUILD)
+    s = _mask(_add_terms(s, work, 0, BUILD), work, 0, BUILD)
     none = gl.full([ROWS], _NO_REFERENCE, gl.float32, gl.SliceLayout(1, _accumulator(BLOCK_N)))
     p, _, ref = _raise(s, none, True, work.scale, BUILD)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, _accumulator(VALUE_DIM))
@@ -289,7 +324,7 @@ def _blocks(
         s = warpgroup_mma_wait(1, [s])
         if MASKED:
             barrier_arrive(FIRST_FREE + slot, EVERYONE, 4)
-            s = _mask(s, work, j, BUILD)
+            s = _mask(_add_terms(s, work, j, BUILD), work, j, BUILD)
             x, shrink, ref = _raise(s, ref, True, work.scale, BUILD)
             sums = _scale_rows(sums, shrink) + sum_in_thread(x, ROWS, BLOCK_N)
             acc = warpgroup_mma_wait(0, [acc])
@@ -300,6 +335,7 @@ def _blocks(
             if EARLY:
                 acc = warpgroup_mma_wait(0, [acc])
                 barrier_arrive(v_empty_barrier(BUILD) + v_slot, EVERYONE, 4)
+            s = _add_terms(s, work, j, BUILD)
             x = exp2_fast(s * work.scale - ref[:, None])
             new = sum_in_thread(x, ROWS, BLOCK_N)
             if EARLY:
@@ -342,6 +378,7 @@ def _pass_limit(x, new, ref, rings, work, it, slot, ID: gl.constexpr, BUILD: gl.
     if flag_read(FLAG, it) != 0:
         s = _issue_scores(rings, work.q, slot, BUILD)
         s = warpgroup_mma_wait(0, [s])
+        s = _add_terms(s, work, it - work.iteration, BUILD)
         x, shrink, ref = _raise(s, ref, passed, work.scale, BUILD)
         new = sum_in_thread(x, ROWS, BLOCK_N)
     else:
