@@ -90,6 +90,29 @@ def test_the_interpreter_is_for_the_cpu_and_for_nothing_else(
         assert "on the CPU only" in triton_problem(GPU)
 
 
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (SimpleNamespace(__version__="3.2.0"), "needs Triton 3.6 or newer, and this is 3.2.0"),
+        (ImportError("no libcuda"), "does not import: no libcuda"),
+    ],
+)
+def test_a_triton_that_does_not_serve_is_refused(
+    module: Any, words: str, installed: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> Any:
+        if isinstance(module, Exception):
+            raise module
+        return module
+
+    backends._triton_fault.cache_clear()
+    installed.setattr(backends, "import_module", load)
+    assert words in triton_problem(GPU)
+    installed.setenv("TRITON_INTERPRET", "1")
+    assert words in triton_problem(CPU)
+    backends._triton_fault.cache_clear()
+
+
 def test_a_device_that_no_kernel_is_made_for(installed: pytest.MonkeyPatch) -> None:
     assert triton_problem(torch.device("xpu", 0)).endswith("the device xpu")
 

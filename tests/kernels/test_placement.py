@@ -25,6 +25,7 @@ from .probes import FIELDS, find_places, make_call
 pytestmark = pytest.mark.interpreter
 
 FAR = placement.FAR.value
+BEYOND = 1 << 60
 UNIFORM, PADDED, PACKED, DOCUMENTS = (
     x.value for x in (placement.UNIFORM, placement.PADDED, placement.PACKED, placement.DOCUMENTS)
 )
@@ -34,6 +35,11 @@ STORED_FIELDS = FIELDS[2:]
 
 def clamp(x: int, low: int, high: int) -> int:
     return min(max(x, low), high)
+
+
+def wrap(x: int) -> int:
+    """As int32."""
+    return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def entry(values: int | Tensor | None, b: int, default: int = 0) -> int:
@@ -73,11 +79,16 @@ class Twin:
             return {**found, "q_used": 0, "k_used": 0}
         q_used = clamp(entry(at.seqused_q, b, q_stored), 0, q_stored)
         k_used = clamp(entry(at.seqused_k, b, k_stored), 0, k_stored)
-        i_base, j_base = (clamp(entry(x, b), -FAR, FAR) for x in (at.q_start, at.k_start))
-        shift = i_base - j_base if at.is_piece else k_used - q_used
-        position = shift if band.offset is None else i_base - j_base + entry(band.offset, b)
-        low = clamp(entry(band.lows, b, 0) - j_base, 0, k_stored)
-        high = min(k_used, clamp(entry(band.highs, b, UNBOUNDED) - j_base, 0, FAR))
+        i_base, j_base = (clamp(entry(x, b), -BEYOND, BEYOND) for x in (at.q_start, at.k_start))
+        shift = clamp(i_base - j_base, -FAR, FAR) if at.is_piece else k_used - q_used
+        position = shift
+        if band.offset is not None:
+            position = i_base - j_base + clamp(entry(band.offset, b), -BEYOND, BEYOND)
+        low = clamp(clamp(entry(band.lows, b, 0), -BEYOND, BEYOND) - j_base, 0, k_stored)
+        high = clamp(entry(band.highs, b, UNBOUNDED), -BEYOND, BEYOND) - j_base
+        high = min(k_used, clamp(high, 0, FAR))
+        # Bases count on in 32 bits.
+        i_base, j_base = (wrap(x) for x in (i_base, j_base))
         left = -FAR if band.left == UNBOUNDED else clamp(position - band.left, -FAR, FAR)
         right = FAR if band.right == UNBOUNDED else clamp(position + band.right, -FAR, FAR)
         return {

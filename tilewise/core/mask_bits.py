@@ -50,7 +50,7 @@ class Bits(Leaf):
 
     def visible(self, at: Index) -> Tensor:
         kinds = self.kinds.to(at.i.device)
-        if kinds.numel() == 0:
+        if kinds.numel() == 0 or at.j.numel() == 0:
             return torch.zeros_like(at.i + at.j, dtype=torch.bool)
         on_host = at.j.device.type == self.kinds.device.type == "cpu"
         if on_host and at.j.numel() == at.j.shape[-1] and self.block_n % _WORD == 0:

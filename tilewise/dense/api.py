@@ -19,12 +19,13 @@ from ..core.partials import Partial
 from ..core.philox import draw_rng
 from ..core.shapes import accumulator_of, check_same_device, check_shapes
 from . import torch_flash, warm
-from .checks import PLACEMENT, check_are_tensors, check_call
+from .checks import PLACEMENT, check_are_tensors, check_buffers, check_call
 from .choice import BACKENDS, choose, explain
 from .ops import Arguments, Attention, check_contents
 from .piece import Piece
 
 _FULL = full()
+_OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def attention(
@@ -283,6 +284,9 @@ def attention_partial_backward(
         "q_start": q_start,
         "k_start": k_start,
     }
+    buffers = {"dq": dq, "dk": dk, "dv": dv}
+    check_are_tensors(op, {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta})
+    check_buffers(op, buffers)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
     chosen = _settle(op, backend, piece)
@@ -297,7 +301,7 @@ def attention_partial_backward(
     )
     statistics, out = ("H T", "T H E") if packed else ("B H M", "B M H E")
     tensors = {"q": q, "v": v, "dout": dout, "lse": lse, "delta": delta}
-    tensors |= {"dq": dq, "dk": dk, "dv": dv}
+    tensors |= buffers
     specs = {"q": rows, "v": values, "dout": out, "lse": statistics, "delta": statistics}
     check_shapes(op, tensors, **specs, dq=rows, dk=keys, dv=values)
     check_same_device(op, tensors)
@@ -392,8 +396,9 @@ def _attend(
     q, k, v = _autocast(q, k, v)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     out_dtype = q.dtype if out_dtype is None else out_dtype
-    if not out_dtype.is_floating_point:
-        raise ValueError(f"{op}: out_dtype must be a floating dtype, got {out_dtype}.")
+    if out_dtype not in _OUT_DTYPES:
+        names = ", ".join(str(x).removeprefix("torch.") for x in _OUT_DTYPES)
+        raise ValueError(f"{op}: out_dtype must be one of {names}, got {out_dtype!r}.")
     name = _settle(op, backend, Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms))
     if terms["dropout_p"] > 0.0:
         arguments = arguments._replace(rng=draw_rng(q.device))

@@ -100,6 +100,7 @@ class Arguments(NamedTuple):
 
     def positions(self, q: Tensor, k: Tensor) -> Positions:
         starts = self.start_tensors or self.starts or (None, None)
+        longest = [x if x >= 0 else None for x in self.max_seqlens or (-1, -1)]
         return Positions(
             B=self.cu_seqlens_q.shape[0] - 1 if self.cu_seqlens_q is not None else q.shape[0],
             H=q.shape[-2],
@@ -112,6 +113,8 @@ class Arguments(NamedTuple):
             seqused_k=self.seqused_k,
             q_start=starts[0],
             k_start=starts[1],
+            max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1],
         )
 
 
@@ -336,7 +339,8 @@ class Attention(torch.autograd.Function):
         arguments = Arguments(bias, slopes, sinks, *rest)
         needs_out = any(wanted) and arguments.backend not in ("triton", "hopper")
         wide = q.dtype == torch.float64 or needs_out
-        stored = accumulator_of(q.dtype) if wide else out_dtype
+        # delta is no more exact than the out that it comes of.
+        stored = accumulator_of(q.dtype) if wide else torch.promote_types(out_dtype, q.dtype)
         out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, stored)
         ctx.save_for_backward(
             q, k, v, out, lse, bias, slopes, sinks, *arguments[3:8],

@@ -16,7 +16,7 @@ from ..core.mask_bits import BIT_TILE, Bits, materialise
 from ..core.philox import drop_threshold
 from ..core.tiles import row_intervals
 from ..kernels import lists, masks
-from ..kernels.launch import Config, architecture_of, launch, relaunch
+from ..kernels.launch import UNTILED, Config, architecture_of, launch, relaunch
 from ..kernels.structs import (
     Bias,
     Build,
@@ -48,6 +48,7 @@ _NO_MASK = absent(MaskData)
 _FEW_INTERVALS = 4
 # Two programs for each of a large GPU's processors.
 ENOUGH_PROGRAMS = 264
+_LEAST_SCALE = 1e-37
 _PIECES = (16, 32, 64, 128, 256)
 # Tensor cores cut off what does not fit while they add up. Of three tf32 products the mean error of
 # S on an H200 was 2.7 eps of its mean at D 128 and 5.1 at D 256 in one piece, 1.0 and 1.3 in pieces
@@ -84,7 +85,8 @@ class TritonCall:
         self.dims = cut_dim(D, widest), cut_dim(E, widest)
         terms = piece.terms
         is_plain = terms.softcap is None and terms.bias is None and terms.alibi_slopes is None
-        self.is_folded = is_plain and terms.scale > 0.0
+        # Where fp32 would make it 0, a hidden score of -inf must not meet it.
+        self.is_folded = is_plain and terms.scale > _LEAST_SCALE
         positions = piece.positions
         self.band = piece.band
         if positions.is_packed:
@@ -130,18 +132,25 @@ class TritonCall:
         config: Config,
         arguments: Sequence[Any],
         *tag: Any,
-    ) -> None:
-        """Launch a kernel; a reusable call looks it up once. tag: what else it was compiled for."""
+    ) -> Any:
+        """Launch a kernel; a reusable call looks it up once.
+
+        tag: what else its binary is made for, beside what the call itself settles: the dtypes and
+        layouts of tensors that are not the call's own, and constants. What has coded strides and is
+        not read by rows needs none.
+        Returns: of a reusable call the compiled kernel, where there is one.
+        """
         if not self.is_reusable:
             launch(kernel, grid, config, arguments, self.device)
-            return
+            return None
         x, y, z = (*grid, 1, 1)[:3]
         key = (id(kernel), grid, config, tag)
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._compiled[key] = launch(kernel, grid, config, arguments, self.device)
+            compiled = self._compiled[key] = launch(kernel, grid, config, arguments, self.device)
         else:
             relaunch(compiled, (x, y, z), arguments, self.device)
+        return compiled
 
     @cached_property
     def key(self) -> Key:
@@ -393,7 +402,7 @@ class TritonCall:
         launch(
             kernel,
             (total * heads,),
-            Config(0, 0, 4, 1),
+            UNTILED,
             (place, mask, self.place_kind, self.mask_kind, config.block_m, config.block_n, strip),
             self.device,
         )

@@ -7,6 +7,7 @@ that is found once. Whatever is unusual about a call makes it a cold one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 BACKENDS = ("auto", "triton", "hopper")
 _EXTRAS = ("alibi_slopes", "bias", "sinks")
 _kept: dict[tuple[Any, ...], Warm] = {}
+_keeping = threading.Lock()
 
 
 class Warm(NamedTuple):
@@ -50,8 +52,11 @@ def key_of(
     rest: whatever else tells calls apart.
     """
     is_plain = type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES
-    if not is_plain or terms["dropout_p"] != 0.0 or any(terms[x] is not None for x in _EXTRAS):
+    if not is_plain or terms["dropout_p"] != 0.0:
         return None
+    for name in _EXTRAS:
+        if terms[name] is not None:
+            return None
     if type(terms["scale"]) not in _NUMBERS or type(terms["softcap"]) not in _NUMBERS:
         return None
     mask_key = mask.key if isinstance(mask, Mask) else None
@@ -83,7 +88,9 @@ def keep(
     key: tuple[Any, ...] | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, dtype: Any
 ) -> None:
     """Make the next call like this one a warm one."""
-    if key is None or arguments.backend not in BACKENDS:
+    # A backward wants out as exact as q is, and a warm call stores it once.
+    is_exact = torch.promote_types(dtype, q.dtype) == dtype
+    if key is None or arguments.backend not in BACKENDS or not is_exact:
         return
     from .triton_call import TritonCall
 
@@ -91,11 +98,12 @@ def keep(
     call = TritonCall(piece)
     if not call.is_reusable:
         return
-    while len(_kept) >= _MOST_KEPT:
-        _kept.pop(next(iter(_kept)), None)
     forward = _forward_of(arguments.backend)(call, dtype)
     call.release()
-    _kept[key] = Warm(arguments, forward)
+    with _keeping:
+        while len(_kept) >= _MOST_KEPT:
+            _kept.pop(next(iter(_kept)))
+        _kept[key] = Warm(arguments, forward)
 
 
 def _forward_of(backend: str) -> Any:

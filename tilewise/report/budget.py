@@ -137,9 +137,9 @@ def group(rows: Sequence[VerifyRow]) -> list[Group]:
         found.setdefault((row.op, row.backend, _name(row.dtype), tensor), []).append(row)
     groups = []
     for key, members in found.items():
-        worst = max(members, key=lambda row: _used(row.report))
+        worst = max(members, key=lambda row: row.report.used)
         within = sum(row.report.is_within for row in members)
-        groups.append(Group(*key, len(members), within, _used(worst.report), worst.case))
+        groups.append(Group(*key, len(members), within, worst.report.used, worst.case))
     return groups
 
 
@@ -178,12 +178,6 @@ def row_as_json(row: VerifyRow) -> dict[str, Any]:
 def _raised(error: Exception) -> BudgetReport:
     inf = math.inf
     return BudgetReport("call", inf, 0.0, inf, 0.0, f"raised {type(error).__name__}: {error}")
-
-
-def _used(report: BudgetReport) -> float:
-    """What is wrong for another reason than its size (a shape, a NaN) used all there is."""
-    used = report.used
-    return used if report.is_within or used > 1.0 else math.inf
 
 
 def _common_name(tensor: str) -> str:

@@ -77,11 +77,13 @@ def _packed(name: str) -> Peer:
 
     def build(case: Case, device: torch.device) -> Attend:
         edges, longest = case.cu_seqlens(device), max(case.documents)
-        options = {"cu_seqlens_q": edges, "max_seqlen_q": longest, "mask": causal()}
+        options: dict[str, Any] = {"cu_seqlens_q": edges, "max_seqlen_q": longest}
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = (x.flatten(0, 1) for x in (q, k, v))
-            return attention_varlen(*rows, **options, backend=name).unflatten(0, q.shape[:2])
+            return attention_varlen(*rows, mask=causal(), **options, backend=name).unflatten(
+                0, q.shape[:2]
+            )
 
         return attend
 
