@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from .dense.api import attention_varlen as attention_varlen
     from .dense.api import attention_varlen_partial as attention_varlen_partial
     from .dense.api import explain_backend as explain_backend
+    from .parallel.api import context_parallel_attention as context_parallel_attention
+    from .parallel.api import (
+        context_parallel_attention_partial as context_parallel_attention_partial,
+    )
+    from .parallel.api import explain_schedule as explain_schedule
+    from .parallel.decode import context_parallel_decode as context_parallel_decode
 
 __version__ = "0.1.0"
 
@@ -35,15 +41,18 @@ _DENSE = (
     "attention attention_partial attention_partial_backward attention_varlen "
     "attention_varlen_partial explain_backend"
 )
+_PARALLEL = "context_parallel_attention context_parallel_attention_partial explain_schedule"
 _HOME = {
     "BackendChoice": "core.backends",
     "Mask": "core.mask",
+    "context_parallel_decode": "parallel.decode",
     "Partial": "core.partials",
     "blocks": "core.mask_bits",
     "from_function": "core.mask_bits",
     "merge": "core.partials",
     **dict.fromkeys(_LEAVES.split(), "core.mask_leaves"),
     **dict.fromkeys(_DENSE.split(), "dense.api"),
+    **dict.fromkeys(_PARALLEL.split(), "parallel.api"),
 }
 __all__ = ["__version__", *sorted(_HOME)]
 

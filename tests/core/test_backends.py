@@ -285,6 +285,14 @@ def test_what_hopper_does_not_do_auto_gives_to_triton(
 
 
 @pytest.mark.usefixtures("on_hopper")
+def test_pieces_that_are_not_known_yet_are_not_for_hopper() -> None:
+    tensors = [getattr(call(GPU), name) for name in "qkv"]
+    assert choice.choose_for_pieces("ring", "auto", *tensors) == "triton"
+    with pytest.raises(NotImplementedError, match=r"^ring: backend 'hopper' .*'triton'\.$"):
+        choice.choose_for_pieces("ring", "hopper", *tensors)
+
+
+@pytest.mark.usefixtures("on_hopper")
 def test_what_neither_does_is_for_tiled() -> None:
     piece = call(GPU, torch.float64)
     assert choice.choose("attention", "auto", piece) == "tiled"

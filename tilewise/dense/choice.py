@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ..core.backends import (
     BackendChoice,
     check_backend_name,
@@ -9,7 +11,9 @@ from ..core.backends import (
     hopper_problem,
     triton_problem,
 )
-from .piece import Piece
+from ..core.mask_leaves import full
+from ..core.positions import Positions
+from .piece import Piece, Terms
 
 BACKENDS = ("reference", "tiled", "triton", "hopper")
 # What an int32 index inside the kernels can hold, with room for the sums of a few.
@@ -41,6 +45,18 @@ def choose(op: str, backend: str, piece: Piece) -> str:
     if problem:
         raise NotImplementedError(f"{op}: backend '{backend}' {problem}; use backend='{other}'.")
     return backend
+
+
+def choose_for_pieces(op: str, backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The same for pieces of these tensors under masks and with terms yet to come: no backend that
+    may refuse one of them."""
+    if backend == "hopper":
+        raise NotImplementedError(
+            f"{op}: backend 'hopper' may not take every piece; use backend='triton'."
+        )
+    positions = Positions(B=q.shape[0], H=q.shape[-2], M=q.shape[-3], N=k.shape[-3])
+    name = choose(op, backend, Piece(q, k, v, full(), positions, Terms(1.0)))
+    return "triton" if name == "hopper" else name
 
 
 def why_not_triton(piece: Piece) -> str:
