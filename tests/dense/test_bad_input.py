@@ -68,7 +68,10 @@ DENSE: list[tuple[dict[str, Any], str]] = [
     ({"sinks": torch.ones(4, dtype=torch.int64)}, r"sinks must be floating"),
     ({"sinks": [0.0] * 4}, r"attention: sinks must be a tensor, got list"),
     ({"bias": [[0.0]]}, r"attention: bias must be a tensor, got list"),
-    ({"backend": "cuda"}, r"backend must be one of auto, reference, tiled, triton, got 'cuda'"),
+    (
+        {"backend": "cuda"},
+        r"backend must be one of auto, reference, tiled, triton, hopper, got 'cuda'",
+    ),
     ({name: torch.randn(2, 5, 2, 0) for name in "qkv"}, r"head dimensions must be at least 1"),
     ({"mask": tw.key_padding([1, 2, 3])}, r"expected 2 entries, one a batch row, got 3"),
     ({"mask": tw.key_padding([-1, 2])}, r"lengths must not be negative, got -1"),

@@ -16,6 +16,8 @@ import torch
 
 # Ampere: the first with the matrix units and the asynchronous copies that the kernels count on.
 OLDEST_CAPABILITY = (8, 0)
+# Instructions of sm_90a: no later GPU has them.
+HOPPER_CAPABILITY = (9, 0)
 OLDEST_TRITON = (3, 6)
 
 
@@ -84,6 +86,22 @@ def _triton_fault() -> str:
     if numbers >= OLDEST_TRITON:
         return ""
     return f"needs Triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer, and this is {version}"
+
+
+def hopper_problem(device: torch.device) -> str:
+    """Why Hopper's own kernels cannot run on a device; as `triton_problem`."""
+    if device.type != "cuda":
+        return f"needs a Hopper GPU (sm_90), and this device is {device.type}"
+    return triton_problem(device) or _not_hopper(device)
+
+
+@lru_cache(maxsize=64)
+def _not_hopper(device: torch.device) -> str:
+    if torch.version.hip:
+        return "needs a Hopper GPU (sm_90), and this one is AMD's"
+    major, minor = torch.cuda.get_device_capability(device)
+    is_hopper = (major, minor) == HOPPER_CAPABILITY
+    return "" if is_hopper else f"needs a Hopper GPU (sm_90), and this one is sm_{major}{minor}"
 
 
 @lru_cache(maxsize=64)

@@ -61,13 +61,13 @@ def attention(
             come from torch's generator by way of Philox (see `tilewise.core.philox`).
         deterministic: ask for bitwise equal gradients from run to run. Every backend of this
             version gives them anyway.
-        backend: "auto", "triton", "tiled", "reference"; a named one never falls back.
+        backend: "auto", "hopper", "triton", "tiled", "reference"; a named one never falls back.
     Returns: `[B, M, H, E]` in q's dtype. A query that sees no key gives 0 and has gradient 0.
     Raises: ValueError for arguments that do not fit, NotImplementedError for what no chosen
         backend can do; before anything is read or written.
     Cost: 4 B H M N D flops over the visible tiles, backward 2.5 times that. Extra memory: an lse
         `[B, H, M]` and a few tiles; backward, fp32 buffers of dq, dk and dv on "tiled". Where a
-        bias, slopes or sinks learn, out is kept in fp32 too. On "triton" inputs whose rows do not
+        bias, slopes or sinks learn, out is kept in fp32 too. On GPUs inputs whose rows do not
         start at multiples of 16 elements are copied.
     Deterministic: forward and backward always, on every backend.
     Source: FlashAttention-2 (arXiv 2307.08691); the oracle is
@@ -288,7 +288,8 @@ def attention_partial_backward(
     check_are_tensors(op, {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta})
     check_buffers(op, buffers)
     arguments = check_call(op, q, k, v, mask, terms, placement)
-    chosen = _settle(op, backend, q, k, v)
+    piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
+    chosen = _settle(op, backend, piece)
     if chosen == "reference":
         raise NotImplementedError(
             f"{op}: the reference backend differentiates by autograd and owns no buffers; "
@@ -342,8 +343,8 @@ def explain_backend(
     check_are_tensors("attention", {"q": q, "k": k, "v": v})
     q, k, v = _autocast(q, k, v)
     arguments = check_call("attention", q, k, v, mask, _terms(**values), options)
-    choice = explain("attention", backend, q, k, v)
     piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
+    choice = explain("attention", backend, piece)
     hands_over = choice.name == "tiled" and torch_flash.is_enabled()
     if hands_over and torch_flash.is_same_piece(piece, out_dtype or q.dtype):
         handed = "this piece goes to PyTorch's fused CPU op, which computes just the same"
@@ -386,7 +387,7 @@ def _attend(
     is_partial: bool = False,
 ) -> Partial:
     key = None
-    if not placement and not torch.compiler.is_compiling() and backend in ("auto", "triton"):
+    if not placement and not torch.compiler.is_compiling() and backend in warm.BACKENDS:
         key = warm.key_of(q, k, v, mask, terms, out_dtype, backend)
         found = warm.find(key)
         if found is not None:
@@ -398,7 +399,7 @@ def _attend(
     if out_dtype not in _OUT_DTYPES:
         names = ", ".join(str(x).removeprefix("torch.") for x in _OUT_DTYPES)
         raise ValueError(f"{op}: out_dtype must be one of {names}, got {out_dtype!r}.")
-    name = _settle(op, backend, q, k, v)
+    name = _settle(op, backend, Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms))
     if terms["dropout_p"] > 0.0:
         arguments = arguments._replace(rng=draw_rng(q.device))
     if name == "reference":
@@ -476,12 +477,12 @@ def _run_reference(
     return Partial(out.to(out_dtype), lse if q.dtype == torch.float64 else lse.float())
 
 
-def _settle(op: str, backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+def _settle(op: str, backend: str, piece: Piece) -> str:
     """The backend's name; a compiled call leaves "auto" to the op, which sees the real device."""
     if torch.compiler.is_compiling():
         check_backend_name(op, backend, BACKENDS)
         return backend
-    return choose(op, backend, q, k, v)
+    return choose(op, backend, piece)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -87,10 +87,10 @@ class Arguments(NamedTuple):
     def mask(self) -> Mask:
         return raise_mask(self.mask_flags, self.mask_ints, self.mask_tensors)
 
-    def chosen(self, q: Tensor, k: Tensor, v: Tensor) -> str:
+    def chosen(self, piece: Piece) -> str:
         """The backend that runs the call; what cannot run was refused before, unless compiled."""
         is_settled = self.backend.startswith("tiled")
-        return self.backend if is_settled else choose("attention", self.backend, q, k, v)
+        return self.backend if is_settled else choose("attention", self.backend, piece)
 
     def piece(self, q: Tensor, k: Tensor, v: Tensor) -> Piece:
         """The call put together again, with what its index tensors hold checked."""
@@ -129,12 +129,18 @@ def _lse_shape(q: Tensor) -> tuple[int, ...]:
 def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     arguments, out_dtype = Arguments(*rest[:-1]), rest[-1]
     piece = arguments.piece(q, k, v).as_batch()
-    match arguments.chosen(q, k, v):
+    match arguments.chosen(piece):
         case "triton":
             from .triton_call import TritonCall
             from .triton_forward import Forward
 
             out, lse = Forward(TritonCall(piece), out_dtype).run(piece.q, piece.k, piece.v)
+        case "hopper":
+            from . import hopper_call
+            from .triton_call import TritonCall
+
+            ready = hopper_call.Forward(TritonCall(piece), out_dtype)
+            out, lse = ready.run(piece.q, piece.k, piece.v)
         case name:
             from . import tiled_forward
 
@@ -152,8 +158,9 @@ def _attention_bwd(
         dout, out, lse = (x.unsqueeze(0) for x in (dout, out, lse))
         dlse = None if dlse is None else dlse.unsqueeze(0)
     upstream, result = (dout, dlse), (out, lse)
-    match arguments.chosen(q, k, v):
-        case "triton":
+    match arguments.chosen(piece):
+        # Hopper's forward leaves just what Triton's does.
+        case "triton" | "hopper":
             from .triton_backward import attention_gradients
             from .triton_call import TritonCall
 
@@ -178,8 +185,8 @@ def _attention_bwd_into(
     if q.dim() == 3:
         dout, lse, delta = (x.unsqueeze(0) for x in (dout, lse, delta))
         dq, dk, dv = (x.unsqueeze(0) for x in (dq, dk, dv))
-    match arguments.chosen(q, k, v):
-        case "triton":
+    match arguments.chosen(piece):
+        case "triton" | "hopper":
             from . import triton_backward
 
             triton_backward.attention_bwd(piece, dout, lse, delta, (dq, dk, dv))
@@ -327,10 +334,10 @@ class Attention(torch.autograd.Function):
             return out, lse
         wanted = [ctx.needs_input_grad[i] for i in (3, 4, 5)]
         # delta = rowsum(dO * O) is all there is in the gradient of a sink and cancels in that of a
-        # bias; with O rounded to 16 bits it would be over the error budget. The triton backend
+        # bias; with O rounded to 16 bits it would be over the error budget. The triton backward
         # sums it over keys instead.
         arguments = Arguments(bias, slopes, sinks, *rest)
-        needs_out = any(wanted) and arguments.backend != "triton"
+        needs_out = any(wanted) and arguments.backend not in ("triton", "hopper")
         wide = q.dtype == torch.float64 or needs_out
         # delta is no more exact than the out that it comes of.
         stored = accumulator_of(q.dtype) if wide else torch.promote_types(out_dtype, q.dtype)

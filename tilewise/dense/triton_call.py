@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.band import Band
 from ..core.mask_bits import BIT_TILE, Bits, materialise
 from ..core.philox import drop_threshold
 from ..core.tiles import row_intervals
@@ -89,16 +88,7 @@ class TritonCall:
         # Where fp32 would make it 0, a hidden score of -inf must not meet it.
         self.is_folded = is_plain and terms.scale > _LEAST_SCALE
         positions = piece.positions
-        op_offset = None
-        if not positions.lengths:
-            op_offset = 0 if positions.is_piece else self.N - self.M
-        self.op_offset = op_offset
-        self.band = Band.of(piece.mask, op_offset)
-        if self.band is not None and self.band.documents is not None:
-            # Documents are places of their own where everything else is plain ints.
-            is_plain = op_offset is not None and terms.bias is None and self.band.lows is None
-            if not is_plain or isinstance(self.band.offset, Tensor):
-                self.band = None
+        self.band = piece.band
         if positions.is_packed:
             self.place_kind = PACKED
         elif self.band is not None and self.band.documents is not None:

@@ -22,6 +22,8 @@ from .piece import Piece
 _MOST_KEPT = 1024
 _NUMBERS = (float, int, type(None))
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+# What a call may have named.
+BACKENDS = ("auto", "triton", "hopper")
 _EXTRAS = ("alibi_slopes", "bias", "sinks")
 _kept: dict[tuple[Any, ...], Warm] = {}
 _keeping = threading.Lock()
@@ -87,18 +89,28 @@ def keep(
 ) -> None:
     """Make the next call like this one a warm one."""
     # A backward wants out as exact as q is, and a warm call stores it once.
-    if key is None or arguments.backend != "triton" or torch.promote_types(dtype, q.dtype) != dtype:
+    is_exact = torch.promote_types(dtype, q.dtype) == dtype
+    if key is None or arguments.backend not in BACKENDS or not is_exact:
         return
     from .triton_call import TritonCall
-    from .triton_forward import Forward
 
     piece = Piece(q, k, v, arguments.mask, arguments.positions(q, k), arguments.terms)
     call = TritonCall(piece)
     if not call.is_reusable:
         return
-    forward = Forward(call, dtype)
+    forward = _forward_of(arguments.backend)(call, dtype)
     call.release()
     with _keeping:
         while len(_kept) >= _MOST_KEPT:
             _kept.pop(next(iter(_kept)))
         _kept[key] = Warm(arguments, forward)
+
+
+def _forward_of(backend: str) -> Any:
+    if backend == "hopper":
+        from . import hopper_call
+
+        return hopper_call.Forward
+    from .triton_forward import Forward
+
+    return Forward

@@ -13,12 +13,16 @@ from ..core.backends import is_interpreted
 
 
 class Config(NamedTuple):
-    """Tile sizes of one kernel, and what the compiler is told."""
+    """Tile sizes of one kernel, and what the compiler is told.
+
+    max_registers: of a thread at launch, where warps share them out later; 0 for as many as needed.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
 
 
 # Of a kernel without tiles.
@@ -28,7 +32,10 @@ UNTILED = Config(0, 0, 4, 1)
 def compiler_options(config: Config) -> dict[str, Any]:
     """What the compiler is told. Products and sums fuse: Triton 3.10 will not by itself."""
     warps, stages = config.num_warps, config.num_stages
-    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    if config.max_registers:
+        options["maxnreg"] = config.max_registers
+    return options
 
 
 def architecture_of(device: torch.device) -> str:

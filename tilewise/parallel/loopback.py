@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.mask import Mask
 from ..core.partials import Partial
-from ..dense.choice import choose
+from ..dense.choice import choose_for_pieces
 from .layout import Layout
 from .pieces import Accumulator, Backward, Extras, Terms
 from .plan import Plan, Request, make_plan
@@ -37,7 +37,7 @@ class Looped(NamedTuple):
 
 def plain_terms(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Terms:
     """The terms of a call with none, on the backend that it would run on."""
-    name = choose("loopback", backend, q, k, v)
+    name = choose_for_pieces("loopback", backend, q, k, v)
     return Terms(q.shape[-1] ** -0.5, None, 0.0, None, "tiled(own)" if name == "tiled" else name)
 
 

@@ -13,7 +13,7 @@ from ..core.mask import Mask
 from ..core.mask_leaves import full
 from ..core.shapes import check_broadcastable
 from ..dense.checks import check_call
-from ..dense.choice import choose as choose_backend
+from ..dense.choice import choose_for_pieces
 from .agree import Memo, Signature, agree, describe_mask
 from .choice import ScheduleChoice
 from .choice import choose as choose_schedule
@@ -183,7 +183,7 @@ def _check(given: Given) -> None:
             raise ValueError(f"{OP}: bias must be floating, got {bias.dtype}.")
         sizes = {"B": q.shape[0], "H": q.shape[2], "own tokens": own, "S": layout.size}
         check_broadcastable(OP, "bias", bias, sizes)
-    if choose_backend(OP, where.backend, q, given.k, given.v) == "reference":
+    if choose_for_pieces(OP, where.backend, q, given.k, given.v) == "reference":
         raise NotImplementedError(
             f"{OP}: the reference backend keeps all scores and owns no buffers; use "
             "backend='tiled'."
@@ -229,7 +229,7 @@ def _plan(given: Given, schedule: str, mask: Mask) -> Prepared:
             numbering = Numbering(B, inner.rank, inner.ranks)
     request = Request(B, max(1, len(heads)), has_dropout or positioned, q.device)
     plan = make_plan(mask, layout, outer.rank, request, gathers=schedule == "all_gather")
-    backend = choose_backend(OP, given.where.backend, q, given.k, given.v)
+    backend = choose_for_pieces(OP, given.where.backend, q, given.k, given.v)
     return Prepared(
         schedule=schedule,
         plan=plan,

@@ -11,7 +11,7 @@ import torch
 
 from ..bench.progress import Progress
 from ..catalog import Op
-from ..core.backends import is_interpreted
+from ..core.backends import hopper_problem, is_interpreted
 from ..core.tolerance import BudgetReport
 from .verify import VerifyRow, verify_case
 
@@ -89,14 +89,17 @@ def targets(
 
 
 def _runs(backend: str, dtype: torch.dtype, device_type: str) -> bool:
-    """Kernels want a GPU, or Triton's interpreter, and compute in fp32 at most."""
+    """Kernels want a GPU, or Triton's interpreter, and compute in fp32 at most; Hopper's want
+    its GPU and 16 bits."""
     if backend not in _KERNELS:
         return True
     if dtype == torch.float64:
         return False
     if is_interpreted():
         return backend == "triton" and device_type == "cpu"
-    return device_type == "cuda"
+    if device_type != "cuda" or backend == "triton":
+        return device_type == "cuda"
+    return dtype != torch.float32 and not hopper_problem(torch.device("cuda", 0))
 
 
 def verify(
@@ -106,11 +109,13 @@ def verify(
     *,
     only: Mapping[str, Collection[str]] | None = None,
 ) -> list[VerifyRow]:
-    """The rows of all cases; a call that raises is a row that failed. only: cases by op."""
+    """The rows of all cases that the backend takes; a call that raises is a row that failed. only:
+    cases by op."""
     rows: list[VerifyRow] = []
     for target in targets:
         op, dtype = target.op, target.dtype
-        cases = op.load("cases")(op.name, dtype, device)
+        takes = op.load("takes")
+        cases = [x for x in op.load("cases")(op.name, dtype, device) if takes(x, target.backend)]
         if only is not None:
             cases = [case for case in cases if case.name in only[op.name]]
         progress.stage(f"verify {op.name} {_name(dtype)}", len(cases))
