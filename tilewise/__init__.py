@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from .dense.api import attention_varlen_partial as attention_varlen_partial
     from .dense.api import explain_backend as explain_backend
     from .integrations.flex_attention import from_block_mask as from_block_mask
+    from .parallel.api import context_parallel_attention as context_parallel_attention
+    from .parallel.api import (
+        context_parallel_attention_partial as context_parallel_attention_partial,
+    )
+    from .parallel.api import explain_schedule as explain_schedule
+    from .parallel.decode import context_parallel_decode as context_parallel_decode
 
 __version__ = "0.1.0"
 
@@ -36,9 +42,11 @@ _DENSE = (
     "attention attention_partial attention_partial_backward attention_varlen "
     "attention_varlen_partial explain_backend"
 )
+_PARALLEL = "context_parallel_attention context_parallel_attention_partial explain_schedule"
 _HOME = {
     "BackendChoice": "core.backends",
     "Mask": "core.mask",
+    "context_parallel_decode": "parallel.decode",
     "Partial": "core.partials",
     "blocks": "core.mask_bits",
     "from_block_mask": "integrations.flex_attention",
@@ -46,6 +54,7 @@ _HOME = {
     "merge": "core.partials",
     **dict.fromkeys(_LEAVES.split(), "core.mask_leaves"),
     **dict.fromkeys(_DENSE.split(), "dense.api"),
+    **dict.fromkeys(_PARALLEL.split(), "parallel.api"),
 }
 __all__ = ["__version__", *sorted(_HOME)]
 

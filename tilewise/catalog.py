@@ -16,7 +16,8 @@ class Op:
 
     public: the function users call. run, exact, eager: its three forms on a `Case`.
     floors: the fp32 rounding of what cancels in its gradients. cases: `(op, dtype, device)` to a
-    list of `Case`. backends: those that `run` is verified on.
+    list of `Case`. takes: `(case, backend)`, whether the backend does what a case asks for.
+    backends: those that `run` is verified on.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Op:
     eager: str
     floors: str
     cases: str
+    takes: str
     backends: tuple[str, ...]
     paper: str
 
@@ -47,7 +49,8 @@ def _dense(name: str) -> Op:
         eager="dense.budget:eager",
         floors="dense.budget:floors",
         cases="dense.cases:cases",
-        backends=("tiled", "triton"),
+        takes="dense.budget:takes",
+        backends=("tiled", "triton", "hopper"),
         paper=_FLASH_2,
     )
 
@@ -65,6 +68,7 @@ OPS: tuple[Op, ...] = (
         eager="dense.merge_budget:eager",
         floors="dense.merge_budget:floors",
         cases="dense.merge_budget:cases",
+        takes="dense.merge_budget:takes",
         backends=("torch",),
         paper="FlashAttention, arXiv 2205.14135, algorithm 1",
     ),

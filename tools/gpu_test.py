@@ -38,10 +38,12 @@ KERNELS = (
     "tilewise/*/triton_*.py",
     "tilewise/*/hopper_*.py",
     "tilewise/*/config.py",
+    # What a call is to its kernels: kept from one like it, or a band of its mask.
+    "tilewise/*/warm.py",
+    "tilewise/core/band.py",
 )
-
-
-# ---------------------------------------------------------------- sources and their record
+# Beside torch and Triton.
+NEEDED = ("pytest", "xdist", "hypothesis")
 
 
 def hash_sources(root: Path) -> dict[str, str]:
@@ -92,16 +94,17 @@ def describe_problem(root: Path) -> str:
     )
 
 
-# ---------------------------------------------------------------- running
-
-
 @dataclass
 class Tests:
-    """What pytest's report holds: names of tests, and the reasons of the skipped ones."""
+    """What pytest's report holds: names of tests, and the reasons of the skipped ones.
+
+    calls: how many random calls the fuzz made.
+    """
 
     passed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
 
     @property
     def cases(self) -> list[str]:
@@ -116,6 +119,9 @@ def read_tests(report: Path) -> Tests:
     cases = ET.parse(report).iter("testcase") if report.exists() else ()
     for case in cases:
         name = f"{case.get('classname', '')}::{case.get('name', '')}"
+        found.calls += sum(
+            int(x.get("value", "0")) for x in case.iter("property") if x.get("name") == "calls"
+        )
         skipped = case.find("skipped")
         if skipped is not None:
             found.skipped[skipped.get("message", "")] += 1
@@ -158,10 +164,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             process.kill()
     seconds = time.monotonic() - start
     tests = read_tests(logs / "tests.xml")
-    is_well = code == 0 and all(found is not None for found in verified)
     print(f"{len(tests.passed)} passed, {len(tests.failed)} failed, {seconds:.0f} s in all.")
-    if not is_well:
-        print(f"Not everything passed: {output} is not written. Logs: {logs}.")
+    failure = describe_failure(code, tests, verified)
+    if failure:
+        print(f"{failure}: {output} is not written. Logs: {logs}.")
         return 1
     record = describe_machine(arguments.commit) | {
         "seconds": round(seconds),
@@ -170,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in ("rows", "within_budget")
         },
         "tests": {"passed": len(tests.passed), "skipped": dict(sorted(tests.skipped.items()))},
+        "fuzz_calls": tests.calls,
         "cases": tests.cases,
         "hash": sources["all"],
         "sources": sources,
@@ -178,6 +185,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"Everything passed; written to {output}.")
     return 0
+
+
+def describe_failure(code: int, tests: Tests, verified: Sequence[dict[str, Any] | None]) -> str:
+    """Why a run is no proof; empty if it is one. code: pytest's. verified: of each verification."""
+    if code != 0 or tests.failed or not verified or any(found is None for found in verified):
+        return "Not everything passed"
+    if not tests.passed or not all(found and found["rows"] for found in verified):
+        return "Nothing was tested"
+    return ""
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -194,7 +210,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _describe_missing() -> str:
     from tilewise.cli.options import why_no_kernels
 
-    missing = [name for name in ("pytest", "xdist") if not _is_installed(name)]
+    missing = [name for name in NEEDED if not _is_installed(name)]
     if missing:
         return f"gpu-test: {' and '.join(missing)} must be installed beside torch and triton."
     problem = why_no_kernels()
@@ -213,9 +229,6 @@ def _pytest(workers: int, logs: Path) -> list[str]:
     command += ["-p", "no:benchmark", "-n", str(workers), "--dist", "worksteal"]
     command += ["--durations=20", f"--junitxml={logs / 'tests.xml'}", "--device", DEVICE]
     return [*command, *SUITES]
-
-
-# ---------------------------------------------------------------- verify --all, in parts
 
 
 def _start_verifying(logs: Path) -> dict[str, subprocess.Popen[bytes]]:
@@ -253,9 +266,6 @@ def _finish_verifying(
     for failure in found["failures"][:10]:
         print("  " + json.dumps(failure))
     return found if code == 0 else None
-
-
-# ---------------------------------------------------------------- the machine
 
 
 def describe_machine(commit: str | None) -> dict[str, Any]:

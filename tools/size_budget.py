@@ -41,6 +41,7 @@ TESTS = ("tests",)
 # (path or folder, start of the function's name): why
 GIVEN_SIGNATURES = {
     ("tilewise/dense/api.py", "attention"): "the public op: one keyword per part of the formula",
+    ("tilewise/parallel/", "context_parallel_"): "the same, and where the tokens are",
     ("tilewise/flash_attn/", "flash_attn_"): "flash-attn's own argument names",
 }
 

@@ -11,6 +11,7 @@ from tests.cases.common import (
     Form,
     causally,
     check,
+    clean,
     everything,
     formula,
     is_zero,
@@ -126,5 +127,10 @@ def test_c068_scale_of_zero_and_below(backend: str, scale: float, N: int) -> Non
         assert_lse_within_budget(got.lse, counts, torch.float32)
         assert is_zero(got.grads["q"]) and is_zero(got.grads["k"])
     else:
+        # The same call with q negated is the same product; not to the bit on a matrix unit.
         negated = run(partial(backend, mask, scale=-scale), x | {"q": -x["q"]})
-        assert torch.equal(negated.out, got.out)
+        exact, eager = (
+            run(form(visible, scale=scale), {n: clean(t, wide) for n, t in x.items()})
+            for wide in (torch.float64, None)
+        )
+        assert_within_budget(negated.out, exact.out, eager.out)

@@ -18,9 +18,10 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from tilewise.dense import choice, warm
+from tilewise.dense import choice, hopper_call, warm
 from tilewise.kernels import launch as launching
 from tilewise.kernels.launch import Config, compiler_options
 
@@ -65,11 +66,13 @@ class Launch:
 @dataclass(frozen=True)
 class Compiled:
     """What came of a launch. registers and spills are for each thread; spills in bytes (NVIDIA), or
-    spilled vector registers (AMD). mma: the matrix instruction, "" where it uses none."""
+    spilled vector registers (AMD). waits: for products of Hopper's warp groups. mma: the matrix
+    instruction, "" where it uses none."""
 
     name: str
     registers: int
     spills: int
+    waits: int
     shared_bytes: int
     tensor_columns: int
     mma: str
@@ -83,17 +86,21 @@ def recorded(architecture: str) -> Iterator[list[Launch]]:
     def record(kernel: Any, grid: tuple[int, ...], config: Config, arguments: Any) -> None:
         records.append(Launch(kernel, config, tuple(arguments)))
 
-    was = launching._run, launching._gpu_architecture, choice.triton_problem
+    was = launching._run, launching._gpu_architecture
+    problems = choice.triton_problem, choice.hopper_problem, hopper_call._multiprocessors
     launching._run = record
     launching._gpu_architecture = lambda device: architecture
     choice.triton_problem = lambda device: ""
+    choice.hopper_problem = lambda device: "" if architecture == "sm_90" else "needs sm_90"
+    hopper_call._multiprocessors = lambda device: 132
     # What is kept of a call belongs to the device that it ran on.
     warm._kept.clear()
     try:
         yield records
     finally:
         warm._kept.clear()
-        launching._run, launching._gpu_architecture, choice.triton_problem = was
+        launching._run, launching._gpu_architecture = was
+        choice.triton_problem, choice.hopper_problem, hopper_call._multiprocessors = problems
 
 
 def compile_call(call: Callable[[], Any], architecture: str) -> list[Compiled]:
@@ -117,7 +124,8 @@ def _specialize(launch: Launch, architecture: str) -> tuple[str, ASTSource, dict
     options, signature, constexprs, attrs = kernel._pack_args(
         backend, options, bound, specialization, options
     )
-    source = ASTSource(kernel, signature, constexprs, attrs)
+    make = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = make(kernel, signature, constexprs, attrs)
     return f"{launch.name} {specialization} {options}", source, options.__dict__
 
 
@@ -126,11 +134,13 @@ def _compile(name: str, source: ASTSource, options: dict[str, Any], architecture
     compiled = triton.compile(source, target=target, options=options)
     shared, columns = compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", 0) or 0
     read = _read_amd if target.backend == "hip" else _read_nvidia
-    registers, spills, mma = read(compiled.asm["amdgcn" if target.backend == "hip" else "cubin"])
-    return Compiled(name, registers, spills, shared, columns, mma)
+    registers, spills, waits, mma = read(
+        compiled.asm["amdgcn" if target.backend == "hip" else "cubin"]
+    )
+    return Compiled(name, registers, spills, waits, shared, columns, mma)
 
 
-def _read_nvidia(cubin: bytes) -> tuple[int, int, str]:
+def _read_nvidia(cubin: bytes) -> tuple[int, int, int, str]:
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -142,14 +152,15 @@ def _read_nvidia(cubin: bytes) -> tuple[int, int, str]:
     # A stack that nothing is stored to is not of spills.
     is_local = re.search(r"\b(?:STL|LDL)\b", sass)
     mma = next((name for name in _NVIDIA_MMA if re.search(rf"\b{name}\b", sass)), "")
-    return registers, stack if is_local else 0, mma
+    waits = len(re.findall(r"\bWARPGROUP\.DEPBAR", sass))
+    return registers, stack if is_local else 0, waits, mma
 
 
-def _read_amd(text: str) -> tuple[int, int, str]:
+def _read_amd(text: str) -> tuple[int, int, int, str]:
     registers, spills = (
         _number(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count")
     )
-    return registers, spills, "MFMA" if "v_mfma" in text else ""
+    return registers, spills, 0, "MFMA" if "v_mfma" in text else ""
 
 
 def _output(*command: Any) -> str:

@@ -24,13 +24,14 @@ _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 @dataclass(frozen=True)
 class Variant:
     """A call, forward and backward. spills: bytes a thread on sm_90 that its kernels may spill, by
-    kernel, as far as that is asserted."""
+    kernel, as far as that is asserted. has_forward: False for a backward alone."""
 
     name: str
     call: Callable[[], None]
     targets: tuple[str, ...]
     dtype: torch.dtype
     spills: dict[str, int] = field(default_factory=dict)
+    has_forward: bool = True
 
 
 def _variant(
@@ -127,7 +128,8 @@ def _variants() -> list[Variant]:
         # Results.
         _variant("fp32 partial, GQA", 128, "sm_90", G=1, op=tw.attention_partial,
                  out_dtype=_FP32, q_start=64, k_start=0),
-        Variant("added gradients", lambda: _add_gradients(128), ("sm_80",), _BF16),
+        Variant("added gradients", lambda: _add_gradients(128), ("sm_80",), _BF16,
+                has_forward=False),
     ]  # fmt: skip
 
 

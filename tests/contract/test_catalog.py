@@ -5,7 +5,7 @@ import pytest
 import tilewise
 from tilewise import catalog
 
-ROLES = ("public", "run", "exact", "eager", "floors", "cases")
+ROLES = ("public", "run", "exact", "eager", "floors", "cases", "takes")
 
 
 @pytest.mark.parametrize("op", catalog.OPS, ids=lambda op: op.name)

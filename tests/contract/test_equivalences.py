@@ -181,6 +181,26 @@ def test_padded_keys_equal_cut_keys_bit_for_bit_even_where_they_are_nan() -> Non
         assert bool(dirty[1].grad is None) and bool((out == clean).all())
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("mask", [tw.causal(offset=0), tw.causal(offset=0) | tw.prefix(3)])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_what_no_query_sees_reaches_no_gradient(mask: tw.Mask, softcap: float | None) -> None:
+    """NaN in keys beyond the last query, which share a tile with keys that are seen."""
+    q, k, v = (x.detach() for x in qkv(1, 37, 53, 2, 1, 16, 8))
+    mask = mask & ~tw.window(0, 0, offset=0) & ~tw.prefix(1)
+    poisoned = [x.clone() for x in (q, k, v)]
+    # No query sees the keys from 37 on, nor query 0 any at all.
+    poisoned[1][:, 37:] = poisoned[2][:, 37:] = torch.nan
+    clean = [poisoned[0].clone(), *(x.nan_to_num(0.0) for x in poisoned[1:])]
+    results = []
+    for x in (poisoned, clean):
+        leaves = [t.clone().requires_grad_() for t in x]
+        out = attention(*leaves, mask=mask, softcap=softcap)
+        results.append([out.detach(), *gradients(out, leaves, torch.ones_like(out))])
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("shift", [1.0, 100.0, 1e4, 1e5])
 def test_adding_a_constant_to_all_logits_moves_only_the_lse(shift: float) -> None:
     q, k, v = (x.detach() for x in qkv(2, 37, 53, 4, 2, 16, 8))

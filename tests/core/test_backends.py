@@ -15,9 +15,12 @@ from tilewise.core.backends import (
     BackendChoice,
     check_backend_name,
     describe_device,
+    hopper_problem,
     triton_problem,
 )
+from tilewise.core.positions import Positions
 from tilewise.dense import choice
+from tilewise.dense.piece import Piece, Terms
 
 from .brute import assert_one_sentence
 
@@ -73,16 +76,41 @@ def test_without_triton_it_says_how_to_install_it(installed: pytest.MonkeyPatch)
     for interpret in ("0", "1"):
         installed.setenv("TRITON_INTERPRET", interpret)
         for device in (CPU, GPU):
-            assert "pip install triton" in triton_problem(device)
+            assert "pip install 'tilewise[gpu]'" in triton_problem(device)
 
 
 def test_the_interpreter_is_for_the_cpu_and_for_nothing_else(
     installed: pytest.MonkeyPatch,
 ) -> None:
     assert "TRITON_INTERPRET=1" in triton_problem(CPU)
+    # As Triton itself reads it.
+    for yes in ("1", "true", "on"):
+        installed.setenv("TRITON_INTERPRET", yes)
+        assert triton_problem(CPU) == ""
+        assert "on the CPU only" in triton_problem(GPU)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (SimpleNamespace(__version__="3.2.0"), "needs Triton 3.6 or newer, and this is 3.2.0"),
+        (ImportError("no libcuda"), "does not import: no libcuda"),
+    ],
+)
+def test_a_triton_that_does_not_serve_is_refused(
+    module: Any, words: str, installed: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> Any:
+        if isinstance(module, Exception):
+            raise module
+        return module
+
+    backends._triton_fault.cache_clear()
+    installed.setattr(backends, "import_module", load)
+    assert words in triton_problem(GPU)
     installed.setenv("TRITON_INTERPRET", "1")
-    assert triton_problem(CPU) == ""
-    assert "on the CPU only" in triton_problem(GPU)
+    assert words in triton_problem(CPU)
+    backends._triton_fault.cache_clear()
 
 
 def test_a_device_that_no_kernel_is_made_for(installed: pytest.MonkeyPatch) -> None:
@@ -103,36 +131,80 @@ def test_a_gpu_of_ampere_or_later_or_of_amd(
     if runs:
         assert problem == ""
     else:
-        assert "8.0" in problem and "7.5" in problem
+        assert "sm_80" in problem and "sm_75" in problem
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "problem"),
+    [
+        ((9, 0), None, ""),
+        ((8, 0), None, "this one is sm_80"),
+        ((10, 0), None, "this one is sm_100"),
+        ((9, 0), "7.0", "this one is AMD's"),
+        ((7, 5), None, "needs sm_80"),
+    ],
+)
+def test_hopper_is_one_generation(
+    capability: tuple[int, int], hip: str | None, problem: str, installed: pytest.MonkeyPatch
+) -> None:
+    installed.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    installed.setattr(torch.version, "hip", hip)
+    backends._not_hopper.cache_clear()
+    found = hopper_problem(GPU)
+    backends._not_hopper.cache_clear()
+    backends._gpu_problem.cache_clear()
+    assert problem in found if problem else found == ""
+    assert "this device is cpu" in hopper_problem(CPU)
 
 
 # ---------------------------------------------------------------- what is chosen
 
 
-def inputs(
-    device: torch.device, dtype: torch.dtype = torch.bfloat16, M: int = 3, D: int = 64, E: int = 64
-) -> list[Any]:
-    """What a choice looks at, of tensors that need not be there."""
+def call(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, M: int = 3, D: int = 64, E: int = 64,
+    mask: tw.Mask | None = None, packed: bool = False, **terms: Any,
+) -> Piece:  # fmt: skip
+    """What a choice looks at, with tensors that need not be there."""
     shapes = ((1, M, 2, D), (1, M, 1, D), (1, M, 1, E))
-    return [SimpleNamespace(device=device, dtype=dtype, shape=torch.Size(s)) for s in shapes]
+    q, k, v = (
+        SimpleNamespace(device=device, dtype=dtype, shape=torch.Size(s[packed:])) for s in shapes
+    )
+    cu_seqlens = torch.tensor([0, M]) if packed else None
+    positions = Positions(
+        B=1, H=2, M=M, N=M, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens
+    )  # fmt: skip
+    fakes: Any = (q, k, v)
+    return Piece(
+        *fakes, tw.full() if mask is None else mask, positions, Terms(**{"scale": 0.125, **terms})
+    )
 
 
 @pytest.fixture
 def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with a GPU, in the CPU's case with the interpreter on."""
     monkeypatch.setattr(choice, "triton_problem", lambda device: "")
+    monkeypatch.setattr(choice, "hopper_problem", lambda device: "needs a Hopper GPU")
     monkeypatch.setattr(choice, "describe_device", str)
+
+
+@pytest.fixture
+def on_hopper(kernels_run: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on an H100."""
+    monkeypatch.setattr(
+        choice, "hopper_problem", lambda device: "" if device.type == "cuda" else "needs a GPU"
+    )
 
 
 @pytest.mark.usefixtures("kernels_run")
 def test_auto_takes_triton_on_a_gpu_and_tiled_on_the_cpu() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert choice.choose("attention", "auto", *inputs(GPU, dtype)) == "triton"
-        assert choice.choose("attention", "auto", *inputs(CPU, dtype)) == "tiled"
-    explained = choice.explain("attention", "auto", *inputs(GPU))
+        assert choice.choose("attention", "auto", call(GPU, dtype)) == "triton"
+        assert choice.choose("attention", "auto", call(CPU, dtype)) == "tiled"
+    explained = choice.explain("attention", "auto", call(GPU))
     assert explained.name == "triton" and "cuda:0" in explained.reason
-    assert set(explained.rejected) == {"reference", "tiled"}
-    assert "interprets" in choice.explain("attention", "auto", *inputs(CPU)).rejected["triton"]
+    assert set(explained.rejected) == {"reference", "tiled", "hopper"}
+    assert explained.rejected["hopper"] == "needs a Hopper GPU"
+    assert "interprets" in choice.explain("attention", "auto", call(CPU)).rejected["triton"]
 
 
 NO_KERNEL: list[tuple[dict[str, Any], str]] = [
@@ -148,33 +220,91 @@ NO_KERNEL: list[tuple[dict[str, Any], str]] = [
 def test_what_the_kernels_cannot_do_auto_gives_to_tiled(
     changes: dict[str, Any], message: str
 ) -> None:
-    tensors = inputs(GPU, **changes)
-    assert choice.choose("attention", "auto", *tensors) == "tiled"
-    explained = choice.explain("attention", "auto", *tensors)
+    piece = call(GPU, **changes)
+    assert choice.choose("attention", "auto", piece) == "tiled"
+    explained = choice.explain("attention", "auto", piece)
     assert explained.name == "tiled" and message in explained.rejected["triton"]
     with pytest.raises(NotImplementedError) as caught:
-        choice.choose("attention", "triton", *tensors)
+        choice.choose("attention", "triton", piece)
     assert_one_sentence(caught, "attention: backend 'triton' ")
     assert message in str(caught.value) and "backend='tiled'" in str(caught.value)
 
 
 @pytest.mark.usefixtures("kernels_run")
 def test_the_largest_that_the_kernels_take() -> None:
-    tensors = inputs(GPU, M=(1 << 28) - 1, D=256, E=256)
-    assert choice.choose("attention", "triton", *tensors) == "triton"
+    piece = call(GPU, M=(1 << 28) - 1, D=256, E=256)
+    assert choice.choose("attention", "triton", piece) == "triton"
 
 
 @pytest.mark.usefixtures("kernels_run")
 def test_a_named_triton_on_a_gpu_is_the_callers() -> None:
-    explained = choice.explain("attention", "triton", *inputs(GPU))
+    explained = choice.explain("attention", "triton", call(GPU))
     assert explained.name == "triton" and "named by the caller" in explained.reason
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("D", [1, 16, 64, 80, 128, 192, 256])
+def test_auto_takes_hopper_where_it_is(D: int, dtype: torch.dtype) -> None:
+    masks = (tw.full(), tw.causal(), tw.window(3, 1), tw.causal(offset=-2))
+    documents = tw.causal() & tw.documents([0, 1, 3])
+    for mask in (*masks, documents, tw.causal() & tw.key_padding([2])):
+        assert choice.choose("attention", "auto", call(GPU, dtype, D=D, mask=mask)) == "hopper"
+    terms = {"softcap": 3.0, "alibi_slopes": torch.ones(2), "sinks": torch.ones(2), "scale": -1.0}
+    for changes in ({"packed": True}, terms):
+        assert choice.choose("attention", "auto", call(GPU, dtype, D=D, **changes)) == "hopper"
+    assert choice.choose("attention", "auto", call(CPU, dtype, D=D)) == "tiled"
+    explained = choice.explain("attention", "auto", call(GPU, dtype, D=D))
+    assert explained.name == "hopper" and "cuda:0" in explained.reason
+    assert set(explained.rejected) == {"reference", "tiled", "triton"}
+    assert "named" in choice.explain("attention", "hopper", call(GPU, dtype, D=D)).reason
+    assert choice.choose("attention", "triton", call(GPU, dtype, D=D)) == "triton"
+
+
+NOT_ON_HOPPER: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": torch.float32}, "not float32"),
+    ({"bias": torch.zeros(1)}, "adds no bias"),
+    ({"dropout_p": 0.1}, "dropout_p"),
+    ({"mask": ~tw.window(1, 1)}, "as a mask"),
+    ({"mask": tw.from_function(lambda b, h, m, n: m != n)}, "as a mask"),
+]
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("changes", "message"), NOT_ON_HOPPER, ids=[m for _, m in NOT_ON_HOPPER])
+def test_what_hopper_does_not_do_auto_gives_to_triton(
+    changes: dict[str, Any], message: str
+) -> None:
+    piece = call(GPU, **changes)
+    assert choice.choose("attention", "auto", piece) == "triton"
+    assert message in choice.explain("attention", "auto", piece).rejected["hopper"]
+    with pytest.raises(NotImplementedError) as caught:
+        choice.choose("attention", "hopper", piece)
+    assert_one_sentence(caught, "attention: backend 'hopper' ")
+    assert message in str(caught.value) and str(caught.value).endswith("use backend='triton'.")
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_pieces_that_are_not_known_yet_are_not_for_hopper() -> None:
+    tensors = [getattr(call(GPU), name) for name in "qkv"]
+    assert choice.choose_for_pieces("ring", "auto", *tensors) == "triton"
+    with pytest.raises(NotImplementedError, match=r"^ring: backend 'hopper' .*'triton'\.$"):
+        choice.choose_for_pieces("ring", "hopper", *tensors)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_what_neither_does_is_for_tiled() -> None:
+    piece = call(GPU, torch.float64)
+    assert choice.choose("attention", "auto", piece) == "tiled"
+    with pytest.raises(NotImplementedError, match="not float64; use backend='tiled'"):
+        choice.choose("attention", "hopper", piece)
 
 
 def test_shapes_alone_need_no_device() -> None:
     """Traces go over meta tensors: a backend is named there, and not tried."""
     meta = torch.device("meta")
-    assert choice.choose("attention", "triton", *inputs(meta)) == "triton"
-    assert choice.choose("attention", "auto", *inputs(meta)) == "tiled"
+    assert choice.choose("attention", "triton", call(meta)) == "triton"
+    assert choice.choose("attention", "auto", call(meta)) == "tiled"
 
 
 # ---------------------------------------------------------------- what is explained
@@ -186,7 +316,8 @@ def test_auto_says_what_and_why_and_why_not() -> None:
     assert explained.name == "tiled"
     assert "cpu" in explained.reason
     assert "oracle" in explained.rejected["reference"]
-    assert set(explained.rejected) == {"reference", "triton"}
+    assert set(explained.rejected) == {"reference", "triton", "hopper"}
+    assert explained.rejected["hopper"].endswith("this device is cpu")
 
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
@@ -201,7 +332,7 @@ def test_unknown_backend(call: Any) -> None:
     with pytest.raises(ValueError) as caught:
         call(*QKV, backend="fast")
     assert_one_sentence(caught, "attention")
-    for known in ("auto", "reference", "tiled", "triton", "'fast'"):
+    for known in ("auto", "reference", "tiled", "triton", "hopper", "'fast'"):
         assert known in str(caught.value)
 
 

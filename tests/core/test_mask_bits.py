@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.core import mask_bits
-from tilewise.core.mask import raise_mask
+from tilewise.core.mask import Index, raise_mask
 from tilewise.core.mask_bits import BIT_TILE, materialise
 from tilewise.core.positions import Positions
 
@@ -155,6 +155,16 @@ def test_masks_over_several_bit_tiles(strip_elements: int, monkeypatch: pytest.M
 
 def sizes_of(at: Positions) -> Sizes:
     return Sizes(at.B, at.H, at.M, at.N)
+
+
+@pytest.mark.parametrize("keys", [[3, 0, 7, 40], [5], [9, 10, 12], []])
+def test_bits_of_keys_that_are_not_a_run(keys: list[int]) -> None:
+    seen = torch.rand(1, 1, 6, 50) < 0.5
+    mask = tw.from_function(lambda b, h, m, n: seen[b, h, m, n]).lowered(1, 1, 6, 50)
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    rows, columns = torch.arange(6).reshape(1, 1, 6, 1), torch.tensor(keys).reshape(1, 1, 1, -1)
+    got = mask.visible(Index(zero, zero, rows, columns.long(), 0))
+    assert torch.equal(got.expand(1, 1, 6, len(keys)), seen[..., keys])
 
 
 @pytest.mark.parametrize(("M", "N"), [(0, 5), (5, 0)])

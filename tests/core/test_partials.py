@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import Partial, merge
+from tilewise.core.partials import merge_into
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
 
 from .brute import assert_one_sentence
@@ -151,6 +152,21 @@ def test_the_widest_dtype_wins() -> None:
     assert halves.out.dtype == torch.float32
     doubles = merge([Partial(narrow.out, narrow.lse.double()), wide])
     assert (doubles.out.dtype, doubles.lse.dtype) == (torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("packed", [False, True])
+def test_merge_into_is_merge(dtype: torch.dtype, packed: bool) -> None:
+    """Rows empty on either side, on both, and sums far apart."""
+    partials = random_partials(3, dtype=dtype, packed=packed, empty=0.4)
+    total = Partial(*(x.clone() for x in partials[0]))
+    for part in partials[1:]:
+        merge_into(total, part)
+    assert_merged(total, partials)
+    none = [Partial(torch.zeros_like(p.out), torch.full_like(p.lse, -INF)) for p in partials[:2]]
+    merge_into(*none)
+    assert torch.equal(none[0].out, torch.zeros_like(none[0].out))
+    assert torch.equal(none[0].lse, torch.full_like(none[0].lse, -INF))
 
 
 def test_sizes_of_zero() -> None:

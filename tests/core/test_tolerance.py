@@ -90,12 +90,25 @@ def test_floor_adds_to_both_budgets() -> None:
             assert_within_budget(torch.tensor(got), exact, exact)
 
 
-def test_an_exact_zero_has_no_slack() -> None:
+def test_an_exact_zero_has_no_slack_but_what_gpus_flush() -> None:
     zero = torch.zeros(3)
     assert_within_budget(zero, zero.double(), zero)
     assert measure_budget(zero, zero.double(), zero).used == 0.0
     report = measure_budget(torch.tensor([0, 1e-30, 0]), zero.double(), zero)
-    assert not report.is_within and report.used == INF
+    assert not report.is_within and 1e7 < report.used < INF
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_below_the_normal_numbers_of_fp32_may_be_0(dtype: torch.dtype) -> None:
+    """Probabilities of 1e-39, say, which eager on a CPU has right."""
+    tiny = torch.finfo(torch.float32).tiny
+    for size, is_within in ((tiny / 2, True), (tiny, True), (1.01 * tiny, False)):
+        exact = torch.full((4,), size, dtype=torch.float64)
+        # Eager exactly right, and eps of it far below the floor.
+        report = measure_budget(torch.zeros(4), exact, exact)
+        assert report.is_within == is_within and (report.used <= 1) == is_within, size
+        floor = measure_budget(torch.zeros(4, dtype=dtype), exact, exact, floor=tiny)
+        assert floor.is_within and floor.used < 1
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -106,6 +119,32 @@ def test_a_result_that_is_not_finite_fails(value: float, index: int) -> None:
     tensors["got"][index] = value
     with pytest.raises(AssertionError, match="1 elements are not finite"):
         assert_within_budget(**tensors, floor=INF)
+
+
+def test_what_cannot_be_measured_used_more_than_any_budget() -> None:
+    """So that nobody who looks at the size of an error alone takes it for a small one."""
+    right = case([0] * 8, torch.float32)
+    spoiled = right["got"].clone()
+    spoiled[3] = NAN
+    lse = torch.tensor([1.0, -INF], dtype=torch.float64)
+    empty = torch.zeros(0, 2)
+    for report in (
+        measure_budget(**{**right, "got": spoiled}),
+        measure_budget(**{**right, "got": spoiled}, floor=INF),
+        measure_budget(**{**right, "got": right["got"][:4]}),
+        measure_budget(**{**right, "exact": spoiled.double()}),
+        measure_budget(**{**right, "eager": spoiled}),
+        measure_budget(torch.zeros(2, 0), empty.double(), empty),
+        measure_lse(torch.tensor([1.0, 2.0]), lse, torch.float32),
+        measure_lse(torch.tensor([NAN, -INF]), lse, torch.float32),
+        measure_lse(lse[:1].float(), lse, torch.float32),
+    ):
+        assert not report.is_within and not report.is_measured and report.used == INF, report
+    for report in (
+        measure_budget(**case(OVER_MAX, torch.float32)),
+        measure_lse(lse.float() + 1.0, lse, torch.float32),
+    ):
+        assert not report.is_within and report.is_measured and report.used < INF, report
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

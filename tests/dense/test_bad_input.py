@@ -51,6 +51,8 @@ DENSE: list[tuple[dict[str, Any], str]] = [
     ({"scale": float("inf")}, r"scale must be finite and at most 1e38"),
     ({"scale": -1e300}, r"scale must be finite and at most 1e38"),
     ({"softcap": 1e39}, r"softcap must be None or lie between"),
+    ({"scale": 1e20, "softcap": 1e-20}, r"scale / softcap must be at most 1e38 in size"),
+    ({"scale": [1.0]}, r"scale must be a number, got \[1.0\]"),
     ({"q": torch.randn(2, 5, 0, 8)}, r"a multiple of the kv heads of k and not 0, got H = 0"),
     ({"softcap": 0.0}, r"softcap must be None or lie between 1e-37 and 1e38, got 0.0"),
     ({"softcap": float("nan")}, r"softcap must be None or lie between"),
@@ -66,7 +68,10 @@ DENSE: list[tuple[dict[str, Any], str]] = [
     ({"sinks": torch.ones(4, dtype=torch.int64)}, r"sinks must be floating"),
     ({"sinks": [0.0] * 4}, r"attention: sinks must be a tensor, got list"),
     ({"bias": [[0.0]]}, r"attention: bias must be a tensor, got list"),
-    ({"backend": "cuda"}, r"backend must be one of auto, reference, tiled, triton, got 'cuda'"),
+    (
+        {"backend": "cuda"},
+        r"backend must be one of auto, reference, tiled, triton, hopper, got 'cuda'",
+    ),
     ({name: torch.randn(2, 5, 2, 0) for name in "qkv"}, r"head dimensions must be at least 1"),
     ({"mask": tw.key_padding([1, 2, 3])}, r"expected 2 entries, one a batch row, got 3"),
     ({"mask": tw.key_padding([-1, 2])}, r"lengths must not be negative, got -1"),
@@ -189,10 +194,30 @@ def test_partial_backward(changes: dict[str, Any], message: str) -> None:
         tw.attention_partial_backward(torch.zeros(2, 5, 4, 6), q, k, v, lse, delta, **arguments)
 
 
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_partial_backward_adds_into_elements_that_are_apart(name: str) -> None:
+    x = torch.randn(2, 5, 4, 8)
+    buffers = {n: torch.zeros_like(x) for n in ("dq", "dk", "dv")}
+    buffers[name] = torch.zeros(1, 1, 4, 8).expand(2, 5, 4, 8)
+    numbers = torch.zeros(2, 4, 5)
+    with pytest.raises(ValueError, match=f"{name} must not be expanded"):
+        tw.attention_partial_backward(x, x, x, x, numbers, numbers, **buffers)
+    buffers[name] = None
+    with pytest.raises(ValueError, match=f"{name} must be a tensor, got NoneType"):
+        tw.attention_partial_backward(x, x, x, x, numbers, numbers, **buffers)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float8_e4m3fn, torch.int32, "fp32"])
+def test_out_dtype_is_one_that_kernels_write(out_dtype: Any) -> None:
+    x = torch.randn(2, 5, 4, 8)
+    with pytest.raises(ValueError, match="out_dtype must be one of float16, bfloat16"):
+        tw.attention_partial(x, x, x, out_dtype=out_dtype)
+
+
 def test_a_start_must_not_be_negative() -> None:
     x = torch.randn(2, 5, 4, 8)
-    for start in (-1, 2.5):
-        with pytest.raises(ValueError, match="q_start and k_start must be ints >= 0"):
+    for start in (-1, 2.5, "1", 1 << 62):
+        with pytest.raises(ValueError, match=r"q_start and k_start must be ints in \[0, 2\^31\)"):
             tw.attention_partial(x, x, x, q_start=start)
     with pytest.raises(ValueError, match="q_start must not be negative"):
         tw.attention_partial(x, x, x, q_start=torch.tensor([-1, 0]))

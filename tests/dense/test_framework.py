@@ -296,7 +296,7 @@ def test_explain_backend_says_what_runs() -> None:
     handed = tw.explain_backend(x, x, x, mask=tw.causal())
     assert handed.name == "tiled"
     assert "fused CPU op" in handed.reason
-    assert set(handed.rejected) == {"reference", "triton"}
+    assert set(handed.rejected) == {"reference", "triton", "hopper"}
     assert "fused" not in tw.explain_backend(x, x, x, softcap=2.0).reason
     assert tw.explain_backend(x, x, x, backend="reference").name == "reference"
 

@@ -16,7 +16,8 @@ from tests.gpu.common import attention, attention_varlen, ints, normal, packed_q
 
 @dataclass
 class Call:
-    """attend(q, k, v, lengths) -> out. `others`: what lengths may hold instead, of one shape."""
+    """attend(q, k, v, lengths) -> out. `others`: what lengths may hold instead, of one shape; each
+    gives another out. None where the call reads no lengths."""
 
     attend: Callable[..., Tensor]
     leaves: list[Tensor]
@@ -56,8 +57,8 @@ def random_intervals(seed: int) -> Tensor:
 
 # Each is made when its test runs, on the device.
 CALLS: dict[str, Callable[[], Call]] = {
-    "plain": lambda: padded(lambda _: tw.full(), ints(0), ints(1)),
-    "causal": lambda: padded(lambda _: tw.causal(), ints(0), ints(1)),
+    "plain": lambda: padded(lambda _: tw.full(), ints(0)),
+    "causal": lambda: padded(lambda _: tw.causal(), ints(0)),
     "padding": lambda: padded(
         lambda n: tw.causal() & tw.key_padding(n), ints(200, 3), ints(0, 77), ints(150, 200)
     ),

@@ -1,4 +1,5 @@
-"""Buffers with a fence on both sides: whatever writes outside of what it was given shows."""
+"""New buffers full of NaN, and with a fence on both sides: what is not written shows, and so does
+what is written outside."""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ from torch import Tensor
 # aligned as torch's own.
 _FENCE_BYTES = 1 << 19
 _CANARY = 0x5A
-_FACTORIES = ("empty", "zeros", "full", "empty_like", "zeros_like", "full_like", "ones_like")
-_METHODS = ("new_empty", "new_zeros", "new_full")
+_EMPTY_FACTORIES = ("empty", "empty_like", "empty_strided")
+_FACTORIES = (*_EMPTY_FACTORIES, "zeros", "full", "zeros_like", "full_like", "ones_like")
+_EMPTY_METHODS = ("new_empty", "new_empty_strided")
+_METHODS = (*_EMPTY_METHODS, "new_zeros", "new_full")
 # As they are before any is replaced.
 _empty, _full = torch.empty, torch.full
 
@@ -58,6 +61,27 @@ def _bytes_of(x: Tensor) -> Tensor:
 
 
 @contextmanager
+def nan_in_new_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """While it lasts, torch's factories leave nothing uninitialised: floats are NaN, ints their
+    largest. Otherwise memory that was just freed may hold the right result."""
+
+    def filled(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def make(*args: Any, **kwargs: Any) -> Tensor:
+            return _fill(factory(*args, **kwargs))
+
+        return make
+
+    with _replaced(monkeypatch, _EMPTY_FACTORIES, _EMPTY_METHODS, filled):
+        yield
+
+
+def _fill(x: Tensor) -> Tensor:
+    if x.dtype == torch.bool:
+        return x.fill_(True)
+    return x.fill_(float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max)
+
+
+@contextmanager
 def fences(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fences]:
     """While it lasts, torch's factories return buffers between fences."""
     made = Fences()
@@ -68,10 +92,21 @@ def fences(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fences]:
 
         return make
 
+    with _replaced(monkeypatch, _FACTORIES, _METHODS, fenced):
+        yield made
+
+
+@contextmanager
+def _replaced(
+    monkeypatch: pytest.MonkeyPatch,
+    factories: tuple[str, ...],
+    methods: tuple[str, ...],
+    wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
+) -> Iterator[None]:
     with monkeypatch.context() as patch:
         # Looked up before any is replaced.
-        factories = [(torch, name, getattr(torch, name)) for name in _FACTORIES]
-        factories += [(Tensor, name, getattr(Tensor, name)) for name in _METHODS]
-        for owner, name, factory in factories:
-            patch.setattr(owner, name, fenced(factory))
-        yield made
+        found = [(torch, name, getattr(torch, name)) for name in factories]
+        found += [(Tensor, name, getattr(Tensor, name)) for name in methods]
+        for owner, name, factory in found:
+            patch.setattr(owner, name, wrap(factory))
+        yield

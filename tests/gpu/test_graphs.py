@@ -29,23 +29,29 @@ def captured(call: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, li
 
 @pytest.mark.parametrize("name", CALLS)
 def test_replay_reads_the_tensors_of_the_moment(name: str) -> None:
+    """What comes of a call that is not captured, with other lengths, other values, and both."""
     call = CALLS[name]()
     dout = torch.ones_like(call.attend(*call.leaves, call.lengths))
     graph, results = captured(
         lambda: run(lambda *x: call.attend(*x, call.lengths), call.leaves, dout)
     )
-    seen = []
-    for seed, lengths in enumerate(call.others):
+    first = call.lengths.clone()
+    outs = []
+    for seed, lengths in ((1, first), *((1, other) for other in call.others), (2, first)):
         with torch.no_grad():
-            for i, x in enumerate(call.leaves):
-                x.copy_(normal(*x.shape, seed=100 * seed + i + 50))
+            for i, x in enumerate((*call.leaves, dout)):
+                x.copy_(normal(*x.shape, seed=10 * seed + i))
             call.lengths.copy_(lengths)
-            dout.copy_(normal(*dout.shape, seed=seed))
         graph.replay()
         expected = run(lambda *x: call.attend(*x, call.lengths), call.leaves, dout)
         assert are_equal(results, expected)
-        seen.append(results[0].clone())
-    assert all(not torch.equal(seen[0], other) for other in seen[1:])
+        outs.append(results[0].clone())
+    # Also of the same q, k and v.
+    assert not any(torch.equal(x, y) for i, x in enumerate(outs) for y in outs[:i])
+
+
+def test_all_calls_with_lengths_are_replayed_with_others() -> None:
+    assert [name for name, make in CALLS.items() if not make().others] == ["plain", "causal"]
 
 
 def test_each_replay_drops_others_and_its_backward_the_same() -> None:

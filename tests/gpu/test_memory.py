@@ -1,4 +1,4 @@
-"""Memory grows with the length and not with its square."""
+"""Memory grows with the length and not with its square, but for lists of tiles, which are small."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 H, D = 8, 64
 
 
-def peak_bytes(N: int, form: str, *, is_backward: bool) -> int:
+def peak_bytes(N: int, form: str, *, is_backward: bool, H: int = H, D: int = D) -> int:
     """The most memory beyond what was there before the call, or before its backward."""
     if form == "packed":
         leaves = packed_qkv(N, N, heads=(H, H), D=D)
@@ -46,3 +46,17 @@ def test_memory_is_linear(form: str, is_backward: bool) -> None:
     # Forward: out and lse; backward: dout, three gradients and fp32 sums of them.
     assert output_bytes <= whole <= (12 if is_backward else 2) * output_bytes
     assert whole <= 2.1 * half
+
+
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+def test_lists_of_tiles_show_and_are_small(is_backward: bool) -> None:
+    """Four bytes for a pair of tiles, in a list for each kind of program; the small head dim keeps
+    results out of the way. tests/compile counts the entries."""
+    N = 1 << 17
+    extra = peak_bytes(N, "intervals", is_backward=is_backward, H=1, D=16)
+    extra -= peak_bytes(N, "causal", is_backward=is_backward, H=1, D=16)
+    largest, smallest = (4 * N * N // (block * 64) for block in (32, 128))
+    lists = 2 if is_backward else 1
+    # The intervals themselves, and what they are sorted in.
+    linear = 400 * N
+    assert smallest <= extra <= lists * largest + linear < N * N // 8

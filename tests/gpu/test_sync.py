@@ -43,7 +43,7 @@ def test_forward_and_backward_do_not_wait(name: str) -> None:
         run(lambda *x: call.attend(*x, call.lengths), call.leaves, dout)
 
 
-@pytest.mark.parametrize("what", ["dropout", "piece", "atomics"])
+@pytest.mark.parametrize("what", ["dropout", "piece"])
 def test_other_forms_do_not_wait(what: str) -> None:
     leaves = qkv(2, 150, 200)
     starts = ints(3, 40)
@@ -51,10 +51,8 @@ def test_other_forms_do_not_wait(what: str) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if what == "dropout":
             return attention(q, k, v, mask=tw.causal(), dropout_p=0.2)
-        if what == "piece":
-            at = {"q_start": starts, "k_start": starts}
-            return tw.attention_partial(q, k, v, mask=tw.causal(), **at, backend=BACKEND).out
-        return tw.attention(q, k, v, mask=tw.causal(), backend=BACKEND)
+        at = {"q_start": starts, "k_start": starts}
+        return tw.attention_partial(q, k, v, mask=tw.causal(), **at, backend=BACKEND).out
 
     run(call, leaves)
     with waiting_is_an_error():

@@ -23,14 +23,22 @@ WIDTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
 
 def test_a_head_dim_is_one_or_two_powers_of_two() -> None:
     for dim in range(1, 257):
-        found, first, second = cut_dim(dim)
+        found, *pieces = cut_dim(dim)
         assert found == dim
-        assert {first, second} <= {0, 16, 32, 64, 128, 256} and first > second
-        assert first + second == min(width for width in WIDTHS if width >= dim)
+        assert set(pieces) <= {16, 32, 64, 128, 256} and len(set(pieces)) == len(pieces) <= 2
+        assert sum(pieces) == min(width for width in WIDTHS if width >= dim)
+        assert pieces == sorted(pieces, reverse=True)
+
+
+def test_shorter_pieces_cover_the_same_width() -> None:
+    for dim in range(1, 257):
+        found, *pieces = cut_dim(dim, 32)
+        assert found == dim and set(pieces) <= {16, 32}
+        assert sum(pieces) == sum(cut_dim(dim)[1:])
 
 
 def test_the_head_dims_of_models() -> None:
-    pieces = {80: (64, 16), 96: (64, 32), 112: (128, 0), 160: (128, 32), 192: (128, 64)}
+    pieces = {80: (64, 16), 96: (64, 32), 112: (128,), 160: (128, 32), 192: (128, 64)}
     for dim, expected in pieces.items():
         assert cut_dim(dim)[1:] == expected
 

@@ -25,6 +25,7 @@ from .probes import FIELDS, find_places, make_call
 pytestmark = pytest.mark.interpreter
 
 FAR = placement.FAR.value
+BEYOND = 1 << 60
 UNIFORM, PADDED, PACKED, DOCUMENTS = (
     x.value for x in (placement.UNIFORM, placement.PADDED, placement.PACKED, placement.DOCUMENTS)
 )
@@ -34,6 +35,11 @@ STORED_FIELDS = FIELDS[2:]
 
 def clamp(x: int, low: int, high: int) -> int:
     return min(max(x, low), high)
+
+
+def wrap(x: int) -> int:
+    """As int32."""
+    return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def entry(values: int | Tensor | None, b: int, default: int = 0) -> int:
@@ -56,7 +62,8 @@ class Twin:
         """First row and how many, of what is stored."""
         if cu_seqlens is None:
             return 0, total
-        first = clamp(int(cu_seqlens[b]), 0, total)
+        # Each row has an owner, wherever lengths begin.
+        first = clamp(int(cu_seqlens[b]), 0, total) if b else 0
         end = total if b == self.at.B else clamp(int(cu_seqlens[b + 1]), first, total)
         return first, end - first
 
@@ -72,11 +79,16 @@ class Twin:
             return {**found, "q_used": 0, "k_used": 0}
         q_used = clamp(entry(at.seqused_q, b, q_stored), 0, q_stored)
         k_used = clamp(entry(at.seqused_k, b, k_stored), 0, k_stored)
-        i_base, j_base = (clamp(entry(x, b), -FAR, FAR) for x in (at.q_start, at.k_start))
-        shift = i_base - j_base if at.is_piece else k_used - q_used
-        position = shift if band.offset is None else i_base - j_base + entry(band.offset, b)
-        low = clamp(entry(band.lows, b, 0) - j_base, 0, k_stored)
-        high = min(k_used, clamp(entry(band.highs, b, UNBOUNDED) - j_base, 0, FAR))
+        i_base, j_base = (clamp(entry(x, b), -BEYOND, BEYOND) for x in (at.q_start, at.k_start))
+        shift = clamp(i_base - j_base, -FAR, FAR) if at.is_piece else k_used - q_used
+        position = shift
+        if band.offset is not None:
+            position = i_base - j_base + clamp(entry(band.offset, b), -BEYOND, BEYOND)
+        low = clamp(clamp(entry(band.lows, b, 0), -BEYOND, BEYOND) - j_base, 0, k_stored)
+        high = clamp(entry(band.highs, b, UNBOUNDED), -BEYOND, BEYOND) - j_base
+        high = min(k_used, clamp(high, 0, FAR))
+        # Bases count on in 32 bits.
+        i_base, j_base = (wrap(x) for x in (i_base, j_base))
         left = -FAR if band.left == UNBOUNDED else clamp(position - band.left, -FAR, FAR)
         right = FAR if band.right == UNBOUNDED else clamp(position + band.right, -FAR, FAR)
         return {
@@ -270,18 +282,33 @@ def test_every_row_and_key_has_one_owner(mask: Mask, at: Positions, kind: int, g
     assert_owned_once(call, (8, 16))
 
 
-@pytest.mark.parametrize("length", [1, 3])
-def test_more_documents_than_are_looked_at_at_once(length: int) -> None:
+@pytest.mark.parametrize("edges", [[90, 10, 149], [7, 7, 7], [149, 0, 3], [-5, 200, 60]])
+def test_every_row_has_an_owner_whatever_is_claimed(edges: list[int]) -> None:
+    cu_seqlens = torch.tensor(edges)
+    at = Positions(2, 1, 149, 149, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    for by_rows in (True, False):
+        rows = torch.zeros(149, dtype=torch.bool)
+        for place in find_places(make_call(tw.full(), at), by_rows, 16, 16):
+            seq = place.seq
+            first, stored = (seq.q_first, seq.q_stored) if by_rows else (seq.k_first, seq.k_stored)
+            assert 0 <= first <= first + stored <= 149
+            rows[first + 16 * place.tile : first + min(stored, 16 * place.tile + 16)] = True
+        assert bool(rows.all())
+
+
+@pytest.mark.parametrize(("count", "length"), [(300, 1), (300, 3), (127, 1), (128, 1), (17000, 1)])
+def test_more_documents_than_are_looked_at_at_once(count: int, length: int) -> None:
     """The table is written, and searched, some sequences at a time."""
-    lengths = torch.full((300,), length)
+    lengths = torch.full((count,), length)
     cu_seqlens = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32)
     total = int(cu_seqlens[-1])
-    at = Positions(300, 1, total, total, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    at = Positions(count, 1, total, total, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    step = 11 if count < 1000 else 1999
     for by_rows in (True, False):
-        for place in find_places(make_call(tw.causal(), at), by_rows, 2, 2, step=11):
+        for place in find_places(make_call(tw.causal(), at), by_rows, 2, 2, step=step):
             seq = place.seq
             assert seq.q_first == seq.k_first == int(cu_seqlens[seq.index])
-            if seq.index < 300:
+            if seq.index < count:
                 assert seq.q_stored == length
                 # Two tiles a document of three.
                 assert 0 <= place.tile < -(-length // 2)

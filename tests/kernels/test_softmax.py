@@ -19,6 +19,7 @@ from .probes import DEVICE
 pytestmark = pytest.mark.interpreter
 
 INF = torch.inf
+EPS = torch.finfo(torch.float32).eps
 ROWS, KEYS = tl.constexpr(16), tl.constexpr(8)
 
 
@@ -74,7 +75,9 @@ def check(s: Tensor, scale: float) -> None:
     assert not bool(p.isnan().any()) and not bool(again.isnan().any())
     probability = torch.where(is_empty[:, None], 0.0, (natural - exact[:, None]).exp())
     eager = torch.where(is_empty[:, None], 0.0, (natural.float() - exact.float()[:, None]).exp())
-    assert_within_budget(again, probability, eager)
+    # The exponent is rounded where it is large, before the larger part of it cancels.
+    largest = float(torch.where(is_empty, 0.0, exact).abs().max())
+    assert_within_budget(again, probability, eager, floor=EPS * (1.0 + largest))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 0.125])

@@ -1,7 +1,12 @@
 """The kernels here are those that passed on a GPU, or a page says which are not and why."""
 
 import json
+import re
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +18,17 @@ FILES = {
     "tilewise/dense/triton_forward.py": "forward = 1\n",
     "tilewise/dense/hopper_forward.py": "forward = 2\n",
     "tilewise/dense/config.py": "tiles = {}\n",
+    "tilewise/dense/warm.py": "kept = {}\n",
+    "tilewise/core/band.py": "band = 1\n",
+    "tilewise/core/mask.py": "no kernel\n",
     "tilewise/dense/tiled.py": "no kernel\n",
 }
 KERNELS = [
+    "tilewise/core/band.py",
     "tilewise/dense/config.py",
     "tilewise/dense/hopper_forward.py",
     "tilewise/dense/triton_forward.py",
+    "tilewise/dense/warm.py",
     "tilewise/kernels/masks.py",
 ]
 
@@ -76,7 +86,8 @@ def test_without_a_record_every_kernel_is_unverified(checkout: Path) -> None:
 
 
 def test_a_page_excuses_what_it_names_with_a_reason(checkout: Path) -> None:
-    for name in KERNELS[2:]:
+    changed = ("tilewise/dense/triton_forward.py", "tilewise/kernels/masks.py")
+    for name in changed:
         write(checkout, name, "changed")
     for lines, left in (
         ("", 2),
@@ -97,6 +108,11 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.cases.test_lse" name="test_c077_one[tiled]"><failure/></testcase>
 <testcase classname="tests.cases.test_lse" name="test_c172_c173_both"><error/></testcase>
 <testcase classname="tests.cases.test_lse" name="test_c237_c239_vmap"/>
+<testcase classname="tests.gpu.test_fuzz" name="test_random_calls[0]">
+<properties><property name="calls" value="31"/><property name="other" value="x"/></properties>
+</testcase>
+<testcase classname="tests.gpu.test_fuzz" name="test_random_calls[1]">
+<properties><property name="calls" value="20"/></properties></testcase>
 <testcase classname="tests.gpu.test_x" name="test_two"><skipped message="one GPU"/></testcase>
 </testsuite></testsuites>"""
 
@@ -105,9 +121,61 @@ def test_report_of_the_tests_is_read(tmp_path: Path) -> None:
     write(tmp_path, "tests.xml", REPORT)
     found = gpu_test.read_tests(tmp_path / "tests.xml")
     assert found.cases == ["C078", "C237", "C239"]
-    assert (len(found.passed), len(found.failed)) == (3, 2)
+    assert (len(found.passed), len(found.failed)) == (5, 2)
     assert found.skipped == {"one GPU": 1}
+    assert found.calls == 51
 
 
 def test_a_report_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     assert gpu_test.read_tests(tmp_path / "tests.xml") == gpu_test.Tests()
+
+
+def test_the_fuzz_counts_its_calls(tmp_path: Path) -> None:
+    """From a test's properties, by way of pytest's report and of its workers."""
+    write(
+        tmp_path,
+        "test_counting.py",
+        "import pytest\n\n\n@pytest.mark.parametrize('worker', range(3))\n"
+        "def test_calls(worker, request):\n"
+        "    request.node.user_properties.append(('calls', 10 + worker))\n",
+    )
+    report = tmp_path / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", f"--junitxml={report}"]
+    command += ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert gpu_test.read_tests(report).calls == 33
+
+
+ROWS: dict[str, Any] = {"rows": 4, "within_budget": 4}
+PASSED = gpu_test.Tests(passed=["test_one"])
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "verified", "said"),
+    [
+        (0, PASSED, [ROWS, ROWS], ""),
+        (1, PASSED, [ROWS, ROWS], "Not everything passed"),
+        (0, PASSED, [ROWS, None], "Not everything passed"),
+        (0, gpu_test.Tests(["test_one"], ["test_two"]), [ROWS], "Not everything passed"),
+        # pytest is content with a run of which every test was skipped.
+        (0, gpu_test.Tests(skipped=Counter({"no GPU": 9})), [ROWS], "Nothing was tested"),
+        (0, PASSED, [ROWS, {"rows": 0, "within_budget": 0}], "Nothing was tested"),
+        (0, PASSED, [], "Not everything passed"),
+    ],
+)
+def test_only_a_run_that_tested_something_is_recorded(
+    code: int, tests: gpu_test.Tests, verified: list[dict[str, Any] | None], said: str
+) -> None:
+    assert gpu_test.describe_failure(code, tests, verified) == said
+
+
+def test_what_must_be_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that docs/testing.md asks for."""
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    asked = page.partition("`GPU_PYTHON` needs ")[2].partition(";")[0]
+    for name in gpu_test.NEEDED:
+        assert {"xdist": "pytest-xdist"}.get(name, name) in asked
+        monkeypatch.setattr(gpu_test, "_is_installed", lambda module, name=name: module != name)
+        assert gpu_test._describe_missing().startswith(f"gpu-test: {name} must be installed")
+    assert len(gpu_test.NEEDED) + len(("torch", "triton")) == len(re.findall(r"[\w-]+", asked)) - 1

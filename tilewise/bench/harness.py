@@ -166,9 +166,6 @@ def measure_ceiling(dtype: torch.dtype, device: torch.device, size: int = 1536) 
     return 2.0 * size**3 / timing.min_s / 1e12
 
 
-# ---------------------------------------------------------------- time
-
-
 def time_interleaved(
     calls: Mapping[str, Callable[[], Any]],
     *,
@@ -245,9 +242,6 @@ def lacks_memory(peer: Peer, case: Case, device: torch.device) -> str:
     if needed <= free / 2:
         return ""
     return f"its score matrices take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-
-
-# ---------------------------------------------------------------- verification
 
 
 def verify(peer: Peer, case: Case, device: torch.device) -> str:

@@ -69,9 +69,6 @@ def available_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-# ---------------------------------------------------------------- the resident set
-
-
 def resident_extra_bytes(peer: str, case: Case, threads: int) -> int | None:
     """How much the resident set of a fresh process grows at its peak in one call; CPU only.
 

@@ -38,7 +38,7 @@ class Peer:
     case is a question for it. scores_copies: how many `[B, H, M, N]` tensors it holds at once in
     the forward pass. keeps_grad: its forward is called with gradients on even where none are
     asked for, so that what it compiles serves both. version: of the package that it comes from.
-    backend: the one of ours that it names, empty where the case's own arguments do not tell.
+    backend: the one that it asks for, of ours.
     """
 
     name: str
@@ -109,9 +109,6 @@ MISSING = {
     "FlexAttention": "is timed on a GPU only; on a CPU torch.compile needs a C++ compiler",
     "FlashAttention 3 and 4": "run on CUDA GPUs only",
 }
-
-
-# ---------------------------------------------------------------- how each attends
 
 
 def _build_tilewise(case: Case, device: torch.device) -> Attend:

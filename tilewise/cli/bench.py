@@ -33,6 +33,13 @@ def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench", help="time and weigh attention beside PyTorch's, after verifying each"
     )
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=["parallel"],
+        help="parallel: context parallelism, its pieces, its schedules over ranks, its plan",
+    )
+    parser.add_argument("--ranks", help="parallel: how many, some with commas")
     parser.add_argument("--quick", action="store_true", help="fewer lengths and three rounds")
     parser.add_argument(
         "--grid",
@@ -61,6 +68,12 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     device = read_device(COMMAND, arguments.device)
     set_threads(COMMAND, arguments.threads)
+    if arguments.what == "parallel":
+        from . import bench_parallel
+
+        return bench_parallel.run(arguments, device)
+    if arguments.ranks is not None:
+        raise UsageError(f"{COMMAND}: --ranks is for tilewise bench parallel.")
     return (_run_on_gpu if device.type == "cuda" else _run_on_cpu)(arguments, device)
 
 

@@ -11,8 +11,6 @@ from .options import EXTRAS, INSTALL_EXTRAS, add_json, missing_extras, why_no_ke
 if TYPE_CHECKING:
     import torch
 
-# Backends that are to come and that this version does not bring.
-_TO_COME = {"hopper": "Gluon kernels for sm_90 GPUs are not in this version"}
 _WORKS = "ran forward and backward, within its error budget"
 _ON_ROCM = "; on ROCm no release was tested, so run tilewise verify --all before relying on it"
 _PACKAGES = ("torch", "triton", "transformers", "rich", "numpy")
@@ -105,19 +103,19 @@ def try_backends() -> list[dict[str, str]]:
     for name in BACKENDS:
         if name == "triton":
             found += try_triton()
+        elif name == "hopper":
+            found.append(try_hopper())
         else:
             found += [_row(name, device, try_backend(name, device)) for device in devices]
-    for name, why in _TO_COME.items():
-        if name not in BACKENDS:
-            found.append({"name": name, "device": "cuda", "status": "absent", "why": why})
     return found
 
 
 def try_triton() -> list[dict[str, str]]:
     """The triton backend on the GPU, or why there is none; in Triton's interpreter if asked."""
-    import os
 
     import torch
+
+    from ..core.backends import is_interpreted
 
     found = []
     problem = why_no_kernels()
@@ -129,10 +127,26 @@ def try_triton() -> list[dict[str, str]]:
         if torch.version.hip is not None:
             row["why"] += _ON_ROCM
         found.append(row)
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if is_interpreted():
         cpu = torch.device("cpu")
         found.append(_row("triton", cpu, try_backend("triton", cpu)))
     return found
+
+
+def try_hopper() -> dict[str, str]:
+    """The hopper backend on the GPU, or why there is none."""
+    import torch
+
+    from ..core.backends import hopper_problem
+
+    device = torch.device("cuda", 0)
+    problem = why_no_kernels()
+    if not problem:
+        problem = hopper_problem(device)
+        problem = problem and f"The hopper backend {problem}."
+    if problem:
+        return {"name": "hopper", "device": "cuda", "status": "absent", "why": problem}
+    return _row("hopper", device, try_backend("hopper", device))
 
 
 def _row(name: str, device: torch.device, problem: str) -> dict[str, str]:
@@ -148,7 +162,8 @@ def try_backend(name: str, device: torch.device) -> str:
     from ..report.verify import verify_case
 
     op = next(op for op in OPS if op.name == "attention")
-    case = op.load("cases")(op.name, torch.float32, device)[0]
+    dtype = torch.bfloat16 if name == "hopper" else torch.float32
+    case = op.load("cases")(op.name, dtype, device)[0]
     try:
         reports = verify_case(op, case, name)
     except Exception as error:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     import torch
 
-# Ampere: bf16 and asynchronous copies.
-OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # What each extra brings, by the modules' names.
@@ -73,12 +71,12 @@ def default_device() -> torch.device:
 
 def why_no_kernels() -> str:
     """Why Triton kernels cannot run on a GPU here and what to do about it; empty if they can."""
-    import os
-
     import torch
 
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return "TRITON_INTERPRET=1 is set, so Triton only interprets, on the CPU; unset it."
+    from ..core.backends import is_interpreted, triton_problem
+
+    if is_interpreted():
+        return "TRITON_INTERPRET is set, so Triton only interprets, on the CPU; unset it."
     if not torch.cuda.is_available():
         if torch.version.cuda is None and torch.version.hip is None:
             return (
@@ -86,17 +84,11 @@ def why_no_kernels() -> str:
                 "where there is a GPU."
             )
         return "torch sees no GPU; nvidia-smi shows whether the driver does."
-    if find_spec("triton") is None:
-        return "Triton is not installed; pip install 'tilewise[gpu]' brings it."
-    capability = torch.cuda.get_device_capability(0)
-    # ROCm numbers its GPUs otherwise.
-    if torch.version.hip is None and capability < OLDEST_CAPABILITY:
-        major, minor = capability
-        return (
-            f"{torch.cuda.get_device_name(0)} is sm_{major}{minor} and the kernels need sm_80 "
-            "(Ampere) or newer; the tiled backend runs on it."
-        )
-    return ""
+    problem = triton_problem(torch.device("cuda", 0))
+    if not problem:
+        return ""
+    name = torch.cuda.get_device_name(0)
+    return f"On {name} the triton backend {problem}; the tiled backend runs on it."
 
 
 def read_dtypes(command: str, text: str) -> list[torch.dtype]:

@@ -6,11 +6,19 @@ Each op's `api.py` owns its table of backends; this module only knows what a cho
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
+
+# Ampere: the first with the matrix units and the asynchronous copies that the kernels count on.
+OLDEST_CAPABILITY = (8, 0)
+# Instructions of sm_90a: no later GPU has them.
+HOPPER_CAPABILITY = (9, 0)
+OLDEST_TRITON = (3, 6)
 
 
 @dataclass(frozen=True)
@@ -41,19 +49,59 @@ def describe_device(device: torch.device) -> str:
     return str(device)
 
 
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on the CPU.
+
+    As Triton itself reads TRITON_INTERPRET; settled when kernels are imported.
+    """
+    wanted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
+    return wanted and find_spec("triton") is not None
+
+
 def triton_problem(device: torch.device) -> str:
     """Why Triton's kernels cannot run on a device, as a verb phrase; empty where they can."""
     if find_spec("triton") is None:
-        return "needs Triton, which is not installed (pip install triton)"
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return (
-            "" if device.type == "cpu" else "is interpreted (TRITON_INTERPRET=1), on the CPU only"
-        )
-    if device.type == "cpu":
+        return "needs Triton, which is not installed (pip install 'tilewise[gpu]')"
+    if device.type == "cpu" and not is_interpreted():
         return "needs a GPU, or TRITON_INTERPRET=1 to be interpreted on the CPU"
-    if device.type == "cuda":
-        return _gpu_problem(device)
-    return f"is not made for the device {device.type}"
+    if device.type not in ("cpu", "cuda"):
+        return f"is not made for the device {device.type}"
+    fault = _triton_fault()
+    if fault or device.type == "cpu":
+        return fault
+    if is_interpreted():
+        return "is interpreted (TRITON_INTERPRET), on the CPU only"
+    return _gpu_problem(device)
+
+
+@lru_cache(maxsize=1)
+def _triton_fault() -> str:
+    """What is wrong with the installed Triton, tried once."""
+    try:
+        # By name: the core itself rests on torch alone, and asks only where kernels would run.
+        version = str(import_module("triton").__version__)
+    except Exception as error:
+        return f"needs Triton, which does not import: {error}"
+    numbers = tuple(int(x) for x in re.findall(r"\d+", version)[:2])
+    if numbers >= OLDEST_TRITON:
+        return ""
+    return f"needs Triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer, and this is {version}"
+
+
+def hopper_problem(device: torch.device) -> str:
+    """Why Hopper's own kernels cannot run on a device; as `triton_problem`."""
+    if device.type != "cuda":
+        return f"needs a Hopper GPU (sm_90), and this device is {device.type}"
+    return triton_problem(device) or _not_hopper(device)
+
+
+@lru_cache(maxsize=64)
+def _not_hopper(device: torch.device) -> str:
+    if torch.version.hip:
+        return "needs a Hopper GPU (sm_90), and this one is AMD's"
+    major, minor = torch.cuda.get_device_capability(device)
+    is_hopper = (major, minor) == HOPPER_CAPABILITY
+    return "" if is_hopper else f"needs a Hopper GPU (sm_90), and this one is sm_{major}{minor}"
 
 
 @lru_cache(maxsize=64)
@@ -61,6 +109,6 @@ def _gpu_problem(device: torch.device) -> str:
     if torch.version.hip:
         return ""
     major, minor = torch.cuda.get_device_capability(device)
-    if major >= 8:
+    if (major, minor) >= OLDEST_CAPABILITY:
         return ""
-    return f"needs compute capability 8.0 (Ampere), and this GPU has {major}.{minor}"
+    return f"needs sm_80 (Ampere) or newer, and this GPU is sm_{major}{minor}"

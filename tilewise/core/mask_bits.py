@@ -50,10 +50,10 @@ class Bits(Leaf):
 
     def visible(self, at: Index) -> Tensor:
         kinds = self.kinds.to(at.i.device)
-        if kinds.numel() == 0:
+        if kinds.numel() == 0 or at.j.numel() == 0:
             return torch.zeros_like(at.i + at.j, dtype=torch.bool)
         on_host = at.j.device.type == self.kinds.device.type == "cpu"
-        if on_host and at.j.numel() == at.j.shape[-1] and self.block_n % _WORD == 0:
+        if on_host and self.block_n % _WORD == 0 and _is_run(at.j):
             return self._visible_by_words(at)
         b, h = broadcast_index(kinds, at)
         rows, cols = kinds.shape[2] * self.block_m, kinds.shape[3] * self.block_n
@@ -243,6 +243,12 @@ def materialise(mask: Mask, positions: Positions, device: torch.device) -> Bits:
             kinds.append(kind)
             words.append(bits)
     return _join_strips(kinds, words, (n_rows, n_cols), device)
+
+
+def _is_run(j: Tensor) -> bool:
+    """Whether the same keys are asked of for all, one after the other."""
+    flat = j.flatten()
+    return flat.numel() == j.shape[-1] and bool((flat.diff() == 1).all())
 
 
 def blocks(visible: Tensor, block_m: int = BIT_TILE, block_n: int = BIT_TILE) -> Mask:

@@ -63,6 +63,21 @@ def merge(partials: Sequence[Partial]) -> Partial:
     return Partial(out.to(_widest([p.out for p in parts])), lse)
 
 
+def merge_into(total: Partial, part: Partial) -> None:
+    """`merge([total, part])`, written over `total`; without gradients, in one pass over out.
+
+    Args:
+        total: in the accumulator's dtype. part: its out is finite, in empty rows too, as every op
+            writes it.
+    """
+    # Not exp(part.lse - lse): the rounding of a sum as large as 100 would be a hundred times eps.
+    share = torch.sigmoid(part.lse - total.lse)
+    # Where both are empty the difference is no number; the row stays as it is.
+    share = torch.where(part.lse.isneginf(), 0.0, share)
+    total.out.lerp_(part.out, share.transpose(-1, -2).unsqueeze(-1))
+    total.lse.copy_(torch.logaddexp(total.lse, part.lse))
+
+
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:

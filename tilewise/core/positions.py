@@ -60,6 +60,7 @@ class Positions:
         seqused_q, seqused_k: `[B]` how much of each sequence is in use, from its start.
         q_start, k_start: index of the first query and key of a piece, an int or `[B]`; None where
             the call is whole.
+        max_seqlen_q, max_seqlen_k: rows of the longest document, where the caller knows them.
     """
 
     B: int
@@ -72,6 +73,8 @@ class Positions:
     seqused_k: Tensor | None = None
     q_start: int | Tensor | None = None
     k_start: int | Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -105,15 +108,18 @@ class Positions:
         return self.lengths[0].device if self.lengths else torch.device("cpu")
 
     def unpacked(self) -> Positions:
-        """The same sequences one a batch row, as long as the longest. Reads lengths on the host."""
+        """The same sequences one a batch row, as long as the longest.
+
+        Reads lengths on the host where max_seqlen_q or max_seqlen_k is not known.
+        """
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return self
         queries, keys = (x.diff() for x in (self.cu_seqlens_q, self.cu_seqlens_k))
         return Positions(
             self.B,
             self.H,
-            self._longest(self.cu_seqlens_q, self.M),
-            self._longest(self.cu_seqlens_k, self.N),
+            self._longest(self.cu_seqlens_q, self.M, self.max_seqlen_q),
+            self._longest(self.cu_seqlens_k, self.N, self.max_seqlen_k),
             seqused_q=queries if self.seqused_q is None else self.seqused_q,
             seqused_k=keys if self.seqused_k is None else self.seqused_k,
             q_start=self.q_start,
@@ -122,15 +128,21 @@ class Positions:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """How many query and key indices a sequence has at most. Reads lengths on the host."""
-        queries = self._longest(self.cu_seqlens_q, self.M) + self._last(self.q_start)
-        return queries, self._longest(self.cu_seqlens_k, self.N) + self._last(self.k_start)
+        """How many query and key indices a sequence has at most.
+
+        Reads lengths on the host as `unpacked` does.
+        """
+        queries = self._longest(self.cu_seqlens_q, self.M, self.max_seqlen_q)
+        keys = self._longest(self.cu_seqlens_k, self.N, self.max_seqlen_k)
+        return queries + self._last(self.q_start), keys + self._last(self.k_start)
 
     @staticmethod
-    def _longest(cu_seqlens: Tensor | None, stored: int) -> int:
+    def _longest(cu_seqlens: Tensor | None, stored: int, known: int | None) -> int:
         # A traced length is not known; no document is longer than all of them.
         if cu_seqlens is None or torch.compiler.is_compiling():
             return stored
+        if known is not None:
+            return min(known, stored)
         return int(cu_seqlens.diff().clamp(0, stored).max()) if cu_seqlens.numel() > 1 else 0
 
     @staticmethod
@@ -184,7 +196,7 @@ class Positions:
             zero = torch.zeros_like(storage)
             return Rows(zero, h, storage, 0, 0, zero, zero, zero.bool())
         # The last document that starts at or before the row: empty documents are passed over.
-        found = torch.searchsorted(cu_q, storage, right=True) - 1
+        found = torch.searchsorted(cu_q.contiguous(), storage, right=True) - 1
         b = found.clamp(0, self.B - 1)
         # Device lengths are not checked, so what they claim is cut to what is stored.
         first_q, first_k = cu_q[b].clamp(0, self.M), cu_k[b].clamp(0, self.N)

@@ -20,12 +20,13 @@ from ..core.partials import Partial
 from ..core.philox import draw_rng
 from ..core.shapes import accumulator_of, check_same_device, check_shapes
 from . import torch_flash, warm
-from .checks import PLACEMENT, check_are_tensors, check_call
+from .checks import PLACEMENT, check_are_tensors, check_buffers, check_call
 from .choice import BACKENDS, choose, explain
 from .ops import Arguments, Attention, check_contents
 from .piece import Piece
 
 _FULL = full()
+_OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def attention(
@@ -61,13 +62,13 @@ def attention(
             come from torch's generator by way of Philox (see `tilewise.core.philox`).
         deterministic: ask for bitwise equal gradients from run to run. Every backend of this
             version gives them anyway.
-        backend: "auto", "triton", "tiled", "reference"; a named one never falls back.
+        backend: "auto", "hopper", "triton", "tiled", "reference"; a named one never falls back.
     Returns: `[B, M, H, E]` in q's dtype. A query that sees no key gives 0 and has gradient 0.
     Raises: ValueError for arguments that do not fit, NotImplementedError for what no chosen
         backend can do; before anything is read or written.
     Cost: 4 B H M N D flops over the visible tiles, backward 2.5 times that. Extra memory: an lse
         `[B, H, M]` and a few tiles; backward, fp32 buffers of dq, dk and dv on "tiled". Where a
-        bias, slopes or sinks learn, out is kept in fp32 too. On "triton" inputs whose rows do not
+        bias, slopes or sinks learn, out is kept in fp32 too. On GPUs inputs whose rows do not
         start at multiples of 16 elements are copied.
     Deterministic: forward and backward always, on every backend.
     Source: FlashAttention-2 (arXiv 2307.08691); the oracle is
@@ -284,8 +285,12 @@ def attention_partial_backward(
         "q_start": q_start,
         "k_start": k_start,
     }
+    buffers = {"dq": dq, "dk": dk, "dv": dv}
+    check_are_tensors(op, {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta})
+    check_buffers(op, buffers)
     arguments = check_call(op, q, k, v, mask, terms, placement)
-    chosen = _settle(op, backend, q, k, v)
+    piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
+    chosen = _settle(op, backend, piece)
     if chosen == "reference":
         raise NotImplementedError(
             f"{op}: the reference backend differentiates by autograd and owns no buffers; "
@@ -297,7 +302,7 @@ def attention_partial_backward(
     )
     statistics, out = ("H T", "T H E") if packed else ("B H M", "B M H E")
     tensors = {"q": q, "v": v, "dout": dout, "lse": lse, "delta": delta}
-    tensors |= {"dq": dq, "dk": dk, "dv": dv}
+    tensors |= buffers
     specs = {"q": rows, "v": values, "dout": out, "lse": statistics, "delta": statistics}
     check_shapes(op, tensors, **specs, dq=rows, dk=keys, dv=values)
     check_same_device(op, tensors)
@@ -339,8 +344,8 @@ def explain_backend(
     check_are_tensors("attention", {"q": q, "k": k, "v": v})
     q, k, v = _autocast(q, k, v)
     arguments = check_call("attention", q, k, v, mask, _terms(**values), options)
-    choice = explain("attention", backend, q, k, v)
     piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
+    choice = explain("attention", backend, piece)
     hands_over = choice.name == "tiled" and torch_flash.is_enabled()
     if hands_over and torch_flash.is_same_piece(piece, out_dtype or q.dtype):
         handed = "this piece goes to PyTorch's fused CPU op, which computes just the same"
@@ -383,8 +388,8 @@ def _attend(
     is_partial: bool = False,
 ) -> Partial:
     key = None
-    if not placement and not torch.compiler.is_compiling() and backend in ("auto", "triton"):
-        key = warm.key_of(q, k, v, mask, terms, out_dtype)
+    if not placement and not torch.compiler.is_compiling() and backend in warm.BACKENDS:
+        key = warm.key_of(q, k, v, mask, terms, out_dtype, backend)
         found = warm.find(key)
         if found is not None:
             return _run_warm(q, k, v, found, out_dtype or q.dtype, is_partial)
@@ -403,9 +408,10 @@ def _attend(
     q, k, v = _autocast(q, k, v)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     out_dtype = q.dtype if out_dtype is None else out_dtype
-    if not out_dtype.is_floating_point:
-        raise ValueError(f"{op}: out_dtype must be a floating dtype, got {out_dtype}.")
-    name = _settle(op, backend, q, k, v)
+    if out_dtype not in _OUT_DTYPES:
+        names = ", ".join(str(x).removeprefix("torch.") for x in _OUT_DTYPES)
+        raise ValueError(f"{op}: out_dtype must be one of {names}, got {out_dtype!r}.")
+    name = _settle(op, backend, Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms))
     if terms["dropout_p"] > 0.0:
         arguments = arguments._replace(rng=draw_rng(q.device))
     if name == "reference":
@@ -420,20 +426,31 @@ def _attend(
         name = "tiled(own)"
     # Decided here, once, so that the backward does as the forward did.
     arguments = arguments._replace(backend=name)
+    result = Partial(*_run_op(q, k, v, arguments, out_dtype, is_partial))
+    # Only what has run serves calls after it.
     warm.keep(key, q, k, v, arguments, out_dtype)
+    return result
+
+
+def _run_op(
+    q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, out_dtype: torch.dtype, is_partial: bool
+) -> tuple[Tensor, Tensor]:
+    """The registered op, with gradients where something learns."""
     if is_transformed():
         from .mapped import MappedAttention
 
-        run: Any = MappedAttention.apply
-        out, lse = run(q, k, v, *arguments[:3], arguments[3:], out_dtype)
-        return Partial(out.to(out_dtype), lse)
+        mapped: Any = MappedAttention.apply
+        out, lse = mapped(q, k, v, *arguments[:3], arguments[3:], out_dtype)
+        return out.to(out_dtype), lse
     learned: tuple[Tensor | None, ...] = (q, k, v, *arguments[:3])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         if torch.compiler.is_compiling():
             learned, arguments = _distinct(learned, arguments)
-        run = Attention.apply
-        return Partial(*run(*learned, arguments[3:], out_dtype, is_partial))
-    return Partial(*torch.ops.tilewise.attention_fwd(q, k, v, *arguments, out_dtype))
+        run: Any = Attention.apply
+        out, lse = run(*learned, arguments[3:], out_dtype, is_partial)
+    else:
+        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, out_dtype)
+    return out, lse
 
 
 def _is_distributed(*tensors: Tensor) -> bool:
@@ -458,7 +475,7 @@ def _run_warm(
         run: Any = Attention.apply
         rest = found.arguments[3:]
         return Partial(*run(q, k, v, None, None, None, rest, out_dtype, is_partial, found))
-    return Partial(*found.run(q, k, v))
+    return Partial(*found.forward.run(q, k, v))
 
 
 def _distinct(
@@ -492,12 +509,12 @@ def _run_reference(
     return Partial(out.to(out_dtype), lse if q.dtype == torch.float64 else lse.float())
 
 
-def _settle(op: str, backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+def _settle(op: str, backend: str, piece: Piece) -> str:
     """The backend's name; a compiled call leaves "auto" to the op, which sees the real device."""
     if torch.compiler.is_compiling():
         check_backend_name(op, backend, BACKENDS)
         return backend
-    return choose(op, backend, q, k, v)
+    return choose(op, backend, piece)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

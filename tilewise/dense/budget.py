@@ -18,6 +18,7 @@ from ..core.partials import Partial
 from ..core.philox import draw_rng
 from . import api
 from .checks import PLACEMENT, check_call
+from .choice import why_not_hopper
 from .piece import Piece
 from .reference import attention_eager, sequences, softmax
 
@@ -53,6 +54,11 @@ def exact(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def eager(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     out, lse = attention_eager(_piece(case, tensors))
     return {"out": out, "lse": lse} if case.op.endswith("partial") else {"out": out}
+
+
+def takes(case: Case, backend: str) -> bool:
+    """Whether a backend does what a case asks for, given its device and dtype."""
+    return backend != "hopper" or not why_not_hopper(_piece(case, case.tensors))
 
 
 def floors(

@@ -87,6 +87,14 @@ def check_are_tensors(op: str, tensors: dict[str, Any]) -> None:
             raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
 
 
+def check_buffers(op: str, buffers: dict[str, Any]) -> None:
+    """What is added to must have a place of its own for each element."""
+    check_are_tensors(op, buffers)
+    for name, x in buffers.items():
+        if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(f"{op}: {name} must not be expanded, got strides {list(x.stride())}.")
+
+
 def _check_tensors(
     op: str, q: Tensor, k: Tensor, v: Tensor, terms: dict[str, Any], placement: dict[str, Any]
 ) -> dict[str, int]:
@@ -146,6 +154,10 @@ def _check_per_batch(op: str, name: str, tensor: Tensor, B: int) -> None:
 
 
 def _check_numbers(op: str, scale: float, softcap: float | None, dropout_p: float) -> None:
+    numbers = {"scale": scale, "softcap": softcap or 1.0, "dropout_p": dropout_p}
+    for name, x in numbers.items():
+        if not torch.compiler.is_compiling() and not hasattr(x, "__float__"):
+            raise ValueError(f"{op}: {name} must be a number, got {x!r}.")
     # Comparisons, not math.isfinite: torch.compile may hold these as symbols.
     # Both are fp32 numbers in the kernels: what fp32 cannot hold is refused, not rounded to inf.
     largest, smallest = 1e38, 1e-37
@@ -154,6 +166,10 @@ def _check_numbers(op: str, scale: float, softcap: float | None, dropout_p: floa
     if softcap is not None and not smallest <= softcap <= largest:
         raise ValueError(
             f"{op}: softcap must be None or lie between 1e-37 and 1e38, got {softcap}."
+        )
+    if softcap is not None and not abs(scale) / softcap <= largest:
+        raise ValueError(
+            f"{op}: scale / softcap must be at most 1e38 in size, got {scale} / {softcap}."
         )
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"{op}: dropout_p must lie in [0, 1), got {dropout_p}.")
@@ -181,8 +197,8 @@ def _check_max_seqlens(op: str, placement: dict[str, Any]) -> list[int]:
     if given == [None, None]:
         return []
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
-        if value is not None and (isinstance(value, float) or value < 0):
-            raise ValueError(f"{op}: {name} must be an int >= 0, got {value}.")
+        if value is not None and (isinstance(value, (float, str)) or value < 0):
+            raise ValueError(f"{op}: {name} must be an int >= 0, got {value!r}.")
     return [-1 if value is None else int(value) for value in given]
 
 
@@ -194,8 +210,8 @@ def _check_starts(
         return [], []
     given: list[int | Tensor] = [0 if start is None else start for start in starts]
     if not any(isinstance(start, Tensor) for start in given):
-        if any(isinstance(start, float) or start < 0 for start in given):
-            raise ValueError(f"{op}: q_start and k_start must be ints >= 0, got {given}.")
+        if any(isinstance(start, (float, str)) or not 0 <= start < 1 << 31 for start in given):
+            raise ValueError(f"{op}: q_start and k_start must be ints in [0, 2^31), got {given}.")
         return [start for start in given if not isinstance(start, Tensor)], []
     tensors = []
     for name, start in zip(("q_start", "k_start"), given, strict=True):

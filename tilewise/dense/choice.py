@@ -4,38 +4,69 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..core.backends import BackendChoice, check_backend_name, describe_device, triton_problem
+from ..core.backends import (
+    BackendChoice,
+    check_backend_name,
+    describe_device,
+    hopper_problem,
+    triton_problem,
+)
+from ..core.mask_leaves import full
+from ..core.positions import Positions
+from .piece import Piece, Terms
 
-BACKENDS = ("reference", "tiled", "triton")
+BACKENDS = ("reference", "tiled", "triton", "hopper")
 # What an int32 index inside the kernels can hold, with room for the sums of a few.
 _MOST_ROWS = 1 << 28
 _LARGEST_DIM = 256
-_KERNEL_DTYPES = ("float16", "bfloat16", "float32")
+_TRITON_DTYPES = ("float16", "bfloat16", "float32")
+_HOPPER_DTYPES = ("float16", "bfloat16")
 
 
-def choose(op: str, backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+def choose(op: str, backend: str, piece: Piece) -> str:
     """The name of the backend that runs a call.
 
     Raises: ValueError for a name that there is not, NotImplementedError where the named one cannot.
     """
     check_backend_name(op, backend, BACKENDS)
     if backend == "auto":
-        is_on_gpu = q.device.type not in ("cpu", "meta")
-        return "triton" if is_on_gpu and not why_not_triton(q, k, v) else "tiled"
-    if backend == "triton":
-        problem = why_not_triton(q, k, v)
-        if problem:
-            raise NotImplementedError(f"{op}: backend 'triton' {problem}; use backend='tiled'.")
+        if piece.q.device.type in ("cpu", "meta"):
+            return "tiled"
+        if not why_not_hopper(piece):
+            return "hopper"
+        return "tiled" if why_not_triton(piece) else "triton"
+    problem, other = "", "triton"
+    if backend == "hopper":
+        problem = why_not_hopper(piece)
+    if problem or backend == "triton":
+        why_not = why_not_triton(piece)
+        other = "tiled" if why_not else "triton"
+        problem = problem or why_not
+    if problem:
+        raise NotImplementedError(f"{op}: backend '{backend}' {problem}; use backend='{other}'.")
     return backend
 
 
-def why_not_triton(q: Tensor, k: Tensor, v: Tensor) -> str:
+def choose_for_pieces(op: str, backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The same for pieces of these tensors under masks and with terms yet to come: no backend that
+    may refuse one of them."""
+    if backend == "hopper":
+        raise NotImplementedError(
+            f"{op}: backend 'hopper' may not take every piece; use backend='triton'."
+        )
+    positions = Positions(B=q.shape[0], H=q.shape[-2], M=q.shape[-3], N=k.shape[-3])
+    name = choose(op, backend, Piece(q, k, v, full(), positions, Terms(1.0)))
+    return "triton" if name == "hopper" else name
+
+
+def why_not_triton(piece: Piece) -> str:
     """Why the triton backend cannot run a call, as a verb phrase; empty where it can."""
+    q, k, v = piece.q, piece.k, piece.v
     if q.device.type == "meta":
         return ""
-    dtype = str(q.dtype).removeprefix("torch.")
-    if dtype not in _KERNEL_DTYPES:
-        return f"computes {', '.join(_KERNEL_DTYPES)}, not {dtype}"
+    problem = _dtype_problem(piece, _TRITON_DTYPES)
+    if problem:
+        return problem
     if max(q.shape[-1], v.shape[-1]) > _LARGEST_DIM:
         return f"takes head dims up to {_LARGEST_DIM}, got {q.shape[-1]} and {v.shape[-1]}"
     if max(q.shape[-3], k.shape[-3]) >= _MOST_ROWS:
@@ -43,15 +74,51 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor) -> str:
     return triton_problem(q.device)
 
 
-def explain(op: str, backend: str, q: Tensor, k: Tensor, v: Tensor) -> BackendChoice:
+def why_not_hopper(piece: Piece) -> str:
+    """The same for the hopper backend."""
+    if piece.q.device.type == "meta":
+        return ""
+    # The device first: elsewhere nothing else needs to be looked at.
+    return (
+        hopper_problem(piece.q.device)
+        or why_not_triton(piece)
+        or _dtype_problem(piece, _HOPPER_DTYPES)
+        or _feature_problem(piece)
+    )
+
+
+def _dtype_problem(piece: Piece, known: tuple[str, ...]) -> str:
+    dtype = str(piece.q.dtype).removeprefix("torch.")
+    return "" if dtype in known else f"computes {', '.join(known)}, not {dtype}"
+
+
+def _feature_problem(piece: Piece) -> str:
+    """What of a call the hopper kernels do not do."""
+    terms = piece.terms
+    if terms.bias is not None:
+        return "adds no bias"
+    if terms.dropout_p > 0.0:
+        return "drops nothing, and dropout_p is not 0"
+    if piece.band is None:
+        return "takes a window, a range of keys, documents and what they have in common as a mask"
+    return ""
+
+
+def explain(op: str, backend: str, piece: Piece) -> BackendChoice:
     """The choice with its reasons."""
-    name, where = choose(op, backend, q, k, v), describe_device(q.device)
+    name, where = choose(op, backend, piece), describe_device(piece.q.device)
     if backend != "auto":
         return BackendChoice(name, f"named by the caller, on {where}")
     rejected = {"reference": "the O(M N) oracle runs only when it is named"}
-    if name == "triton":
+    if name in ("triton", "hopper"):
         rejected["tiled"] = "plain torch tiles are slower on a GPU"
+    if name == "hopper":
+        rejected["triton"] = "its kernels are slower on this GPU"
+        reason = f"Hopper's own kernels run the forward here, and Triton's the backward, on {where}"
+        return BackendChoice(name, reason, rejected)
+    rejected["hopper"] = why_not_hopper(piece)
+    if name == "triton":
         return BackendChoice(name, f"Triton's kernels run here, on {where}", rejected)
-    problem = why_not_triton(q, k, v)
+    problem = why_not_triton(piece)
     rejected["triton"] = problem or "on the CPU it only interprets, which is slow"
     return BackendChoice(name, f"plain torch tiles run on any device, here {where}", rejected)

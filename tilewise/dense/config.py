@@ -104,7 +104,9 @@ def _elsewhere(key: Key) -> _Row:
     return _Row(row.width, row.forward._replace(num_stages=1), backward)
 
 
-# Measured on an H200 with Triton 3.6 (2026-11-29): the best of 7 to 14 each, at 16k and 4k tokens.
+# Light 16-bit calls on sm_90 were measured on an H200 with Triton 3.6 (2026-11-29): the best of 7
+# to 14 each, at 16k and 4k tokens. Blackwell, heavy calls and fp32 have what `make compile-test`
+# shows to fit and to spill little.
 def forward_config(key: Key) -> Config:
     if key.architecture == "interpreter":
         return Config(32, 32, 4, 1)
@@ -117,8 +119,6 @@ def forward_config(key: Key) -> Config:
         return _elsewhere(key).forward
     if key.is_heavy:
         return Config(128, 32, 8, 2)
-    if key.width <= 64:
-        return Config(128, 64, 8, 3)
     if key.width <= 128:
         return Config(64, 64, 4, 3)
     if key.width <= 192:
@@ -164,18 +164,13 @@ def _backward_config(key: Key) -> BackwardConfig:
     return BackwardConfig(_apart(config, config), Config(128, 64, 8, 1))
 
 
-def bias_config(key: Key) -> Config:
-    """Of the kernel for a learned bias."""
+def sums_config(key: Key) -> Config:
+    """Of the kernels that sum dS: for a learned bias, and over the keys of each row."""
     if key.architecture == "interpreter":
         return Config(32, 32, 4, 1)
     if key.dtype == torch.float32:
         return Config(32, 16, 4, 1) if key.width <= 128 else Config(16, 16, 4, 1)
     return Config(64, 64, 8, 1) if key.width <= 128 else Config(32, 32, 8, 1)
-
-
-def row_sums_config(key: Key) -> Config:
-    """Of the kernel that sums over the keys of each row."""
-    return bias_config(key)
 
 
 def delta_config(key: Key) -> Config:

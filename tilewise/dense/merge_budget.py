@@ -63,6 +63,10 @@ def cases(op: str, dtype: torch.dtype, device: torch.device) -> list[Case]:
     return found
 
 
+def takes(case: Case, backend: str) -> bool:
+    return True
+
+
 def _partials(tensors: dict[str, Tensor]) -> list[Partial]:
     count = len(tensors) // 2
     return [Partial(tensors[f"out_{i}"], tensors[f"lse_{i}"]) for i in range(count)]

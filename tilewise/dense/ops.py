@@ -87,10 +87,10 @@ class Arguments(NamedTuple):
     def mask(self) -> Mask:
         return raise_mask(self.mask_flags, self.mask_ints, self.mask_tensors)
 
-    def chosen(self, q: Tensor, k: Tensor, v: Tensor) -> str:
+    def chosen(self, piece: Piece) -> str:
         """The backend that runs the call; what cannot run was refused before, unless compiled."""
         is_settled = self.backend.startswith("tiled")
-        return self.backend if is_settled else choose("attention", self.backend, q, k, v)
+        return self.backend if is_settled else choose("attention", self.backend, piece)
 
     def piece(self, q: Tensor, k: Tensor, v: Tensor) -> Piece:
         """The call put together again, with what its index tensors hold checked."""
@@ -100,6 +100,7 @@ class Arguments(NamedTuple):
 
     def positions(self, q: Tensor, k: Tensor) -> Positions:
         starts = self.start_tensors or self.starts or (None, None)
+        longest = [x if x >= 0 else None for x in self.max_seqlens or (-1, -1)]
         return Positions(
             B=self.cu_seqlens_q.shape[0] - 1 if self.cu_seqlens_q is not None else q.shape[0],
             H=q.shape[-2],
@@ -112,6 +113,8 @@ class Arguments(NamedTuple):
             seqused_k=self.seqused_k,
             q_start=starts[0],
             k_start=starts[1],
+            max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1],
         )
 
 
@@ -136,12 +139,18 @@ def _read(values: tuple[Any, ...]) -> Arguments:
 def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     arguments, out_dtype = _read(rest[:-1]), rest[-1]
     piece = arguments.piece(q, k, v).as_batch()
-    match arguments.chosen(q, k, v):
+    match arguments.chosen(piece):
         case "triton":
             from .triton_call import TritonCall
             from .triton_forward import Forward
 
             out, lse = Forward(TritonCall(piece), out_dtype).run(piece.q, piece.k, piece.v)
+        case "hopper":
+            from . import hopper_call
+            from .triton_call import TritonCall
+
+            ready = hopper_call.Forward(TritonCall(piece), out_dtype)
+            out, lse = ready.run(piece.q, piece.k, piece.v)
         case name:
             from . import tiled_forward
 
@@ -159,8 +168,9 @@ def _attention_bwd(
         dout, out, lse = (x.unsqueeze(0) for x in (dout, out, lse))
         dlse = None if dlse is None else dlse.unsqueeze(0)
     upstream, result = (dout, dlse), (out, lse)
-    match arguments.chosen(q, k, v):
-        case "triton":
+    match arguments.chosen(piece):
+        # Hopper's forward leaves just what Triton's does.
+        case "triton" | "hopper":
             from .triton_backward import attention_gradients
             from .triton_call import TritonCall
 
@@ -185,8 +195,8 @@ def _attention_bwd_into(
     if q.dim() == 3:
         dout, lse, delta = (x.unsqueeze(0) for x in (dout, lse, delta))
         dq, dk, dv = (x.unsqueeze(0) for x in (dq, dk, dv))
-    match arguments.chosen(q, k, v):
-        case "triton":
+    match arguments.chosen(piece):
+        case "triton" | "hopper":
             from . import triton_backward
 
             triton_backward.attention_bwd(piece, dout, lse, delta, (dq, dk, dv))
@@ -328,18 +338,21 @@ class Attention(torch.autograd.Function):
         ctx.warm, ctx.lse_has_grad = warm, lse_has_grad
         ctx.set_materialize_grads(False)
         if warm is not None:
-            out, lse = warm.run(q, k, v)
+            out, lse = warm.forward.run(q, k, v)
             ctx.save_for_backward(q, k, v, out, lse)
             if not lse_has_grad:
                 ctx.mark_non_differentiable(lse)
             return out, lse
         wanted = [ctx.needs_input_grad[i] for i in (3, 4, 5)]
         # delta = rowsum(dO * O) is all there is in the gradient of a sink and cancels in that of a
-        # bias; with O rounded to 16 bits it would be over the error budget.
-        wide = q.dtype == torch.float64 or any(wanted)
-        stored = accumulator_of(q.dtype) if wide else out_dtype
-        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, stored)
+        # bias; with O rounded to 16 bits it would be over the error budget. The triton backward
+        # sums it over keys instead.
         arguments = Arguments(bias, slopes, sinks, *rest)
+        needs_out = any(wanted) and arguments.backend not in ("triton", "hopper")
+        wide = q.dtype == torch.float64 or needs_out
+        # delta is no more exact than the out that it comes of.
+        stored = accumulator_of(q.dtype) if wide else torch.promote_types(out_dtype, q.dtype)
+        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, stored)
         ctx.save_for_backward(
             q, k, v, out, lse, bias, slopes, sinks, *arguments[3:8],
             *arguments.start_tensors, *arguments.mask_tensors,

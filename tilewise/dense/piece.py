@@ -6,10 +6,12 @@ Dense, packed, ring, split and cached attention are all made of pieces and merge
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ..core.band import Band
 from ..core.mask import Mask
 from ..core.positions import Positions
 from ..core.shapes import accumulator_of
@@ -71,6 +73,24 @@ class Piece:
         contents are then never read on the host."""
         tensors = [*self.positions.lengths, *self.mask.tensors()]
         return tensors[0].device if tensors else torch.device("cpu")
+
+    @property
+    def op_offset(self) -> int | None:
+        """Where query 0 stands, as the op places it; None where device tensors say so."""
+        positions = self.positions
+        if positions.lengths:
+            return None
+        return 0 if positions.is_piece else self.k.shape[-3] - self.q.shape[-3]
+
+    @cached_property
+    def band(self) -> Band | None:
+        """The mask as a band that kernels take, or None."""
+        band = Band.of(self.mask, self.op_offset)
+        if band is None or band.documents is None:
+            return band
+        # Documents are places of their own where everything else is plain ints.
+        is_plain = self.op_offset is not None and self.terms.bias is None and band.lows is None
+        return band if is_plain and not isinstance(band.offset, Tensor) else None
 
     def as_batch(self) -> Piece:
         if self.q.dim() == 4:

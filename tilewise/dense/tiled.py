@@ -50,8 +50,8 @@ _NATURAL = Units(1.0, torch.exp, torch.log)
 # 512 x 128 269 + 621 (window: 95 + 206). Rows cost what a window does not see.
 BLOCK_M = 256
 BLOCK_N = 512
-# The most keys of a product off the CPU, where cuBLAS adds up a row of few queries in one chain: 512
-# terms took fp32 6 % over its budget on an H200.
+# The most keys of a product off the CPU, where cuBLAS adds up a row of few queries in one chain:
+# 512 terms took fp32 6 % over its budget on an H200.
 GPU_BLOCK_N = 256
 # Scores of one tile, over all its lanes: 4 MiB in fp32, which the last-level cache holds.
 TILE_ELEMENTS = 1 << 20

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernels.keys import load_keys
 from ..kernels.masks import BAND, key_span, partial_tile, row_span, visible, whole_tile
 from ..kernels.placement import FIRST_K_TILE, FIRST_Q_TILE, locate
 from ..kernels.recompute import Upstream, load_rows, recompute, store_rows
@@ -193,22 +194,11 @@ def _visit_keys(
     BUILD: tl.constexpr,
 ):  # fmt: skip
     """One key tile's share of dQ."""
-    BLOCK_M: tl.constexpr = BUILD.block_m
-    BLOCK_N: tl.constexpr = BUILD.block_n
     DIMS: tl.constexpr = BUILD.dims
-    VALUE_DIMS: tl.constexpr = BUILD.value_dims
-    m = (m0 + tl.arange(0, BLOCK_M))[:, None]
-    n = n0 + tl.arange(0, BLOCK_N)
-    mask_n = (n >= span.start) & (n < span.stop)
-    seen = m
-    if IS_PARTIAL:
-        seen = visible(call.mask, seq, h, m, n[None, :], m0, n0, BUILD)
-        if BUILD.mask != BAND:
-            mask_n = mask_n & (tl.max(seen.to(tl.int32), 0) > 0)
-    k_base = bases[0] + n0.to(tl.int64) * k_stride
-    v_base = bases[1] + n0.to(tl.int64) * v_stride
-    k_tile = load_tile(k_base, k_stride, mask_n, IS_PARTIAL, BLOCK_N, DIMS, BUILD.is_wide)
-    v_tile = load_tile(v_base, v_stride, mask_n, IS_PARTIAL, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
+    m = (m0 + tl.arange(0, BUILD.block_m))[:, None]
+    k_tile, v_tile, n, seen = load_keys(
+        bases, k_stride, v_stride, call, seq, span, h, m, m0, n0, IS_PARTIAL, BUILD
+    )
     _, _, ds, ds_inner = recompute(
         q_tile, k_tile, v_tile, do_tile, statistics, seen, call, seq, h, m0, n0,
         IS_PARTIAL, False, HAS_SHARES, BUILD,
@@ -234,8 +224,8 @@ def _attention_bwd_delta_kernel(
     o_tile = load_tile(o_base, out.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
     do_tile = load_tile(do_base, dout.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
     total = _row_product(o_tile[0], do_tile[0])
-    if VALUE_DIMS[2] > 0:
-        total += _row_product(o_tile[1], do_tile[1])
+    for i in tl.static_range(1, len(VALUE_DIMS) - 1):
+        total += _row_product(o_tile[i], do_tile[i])
     m = tl.arange(0, BLOCK_M)
     if dlse.ptr is not None:
         total -= tl.load(statistics_base(dlse, b, m0, h) + m, mask=stored, other=0.0)
@@ -414,6 +404,8 @@ def _slope_gradient(call: TritonCall, slopes: Tensor, rows: Tensor) -> Tensor:
         return rows.sum(2).to(slopes.dtype)
     documents, _ = call.document_rows
     total = torch.zeros(slopes.shape, dtype=torch.float32, device=rows.device)
+    if total.numel() == 0:
+        return total.to(slopes.dtype)
     place = documents * call.H + torch.arange(call.H, device=rows.device)[:, None]
     total.view(-1).index_put_((place.reshape(-1),), rows.reshape(-1), accumulate=True)
     return total.to(slopes.dtype)

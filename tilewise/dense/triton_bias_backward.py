@@ -18,7 +18,7 @@ from ..kernels.placement import sequence_at
 from ..kernels.recompute import Upstream, load_rows, recompute
 from ..kernels.structs import code, decode
 from ..kernels.tiles import load_tile, row_base
-from .config import bias_config
+from .config import sums_config
 from .triton_call import TritonCall
 
 
@@ -120,7 +120,7 @@ def bias_gradient(call: TritonCall, bias: Tensor, upstream: Upstream, row_sums: 
     """
     if bias.shape[3] == 1:
         return _sum_to(_rows_by_sequence(call, bias, row_sums).unsqueeze(3), bias)
-    config = bias_config(call.key)
+    config = sums_config(call.key)
     plan = call.plan_rows(config)
     n_sequences = call.piece.positions.B
     rows, cols = bias.shape[2:]
@@ -151,8 +151,9 @@ def _rows_by_sequence(call: TritonCall, bias: Tensor, rows: Tensor) -> Tensor:
     place = documents if reach == 1 else documents * reach + local.clamp(0, reach - 1)
     n_sequences = call.piece.positions.B
     total = torch.zeros(call.H, n_sequences * reach, dtype=torch.float32, device=rows.device)
-    place = place + torch.arange(call.H, device=rows.device)[:, None] * total.shape[1]
-    total.view(-1).index_put_((place.reshape(-1),), rows.reshape(-1), accumulate=True)
+    if total.numel() > 0:
+        place = place + torch.arange(call.H, device=rows.device)[:, None] * total.shape[1]
+        total.view(-1).index_put_((place.reshape(-1),), rows.reshape(-1), accumulate=True)
     return total.unflatten(1, (n_sequences, reach)).transpose(0, 1)
 
 

@@ -10,16 +10,20 @@ Units: scores as in `kernels/softmax.py`; lse natural, fp32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.masks import BAND, key_span, partial_tile, visible, whole_tile
+from ..kernels.keys import load_keys
+from ..kernels.launch import relaunch
+from ..kernels.masks import key_span, partial_tile, whole_tile
 from ..kernels.placement import FIRST_Q_TILE, locate
 from ..kernels.scores import add_terms, keep_tile
 from ..kernels.softmax import join_sink, softmax_end, softmax_step
-from ..kernels.structs import Operand, Statistics, code, decode
+from ..kernels.structs import decode
 from ..kernels.tiles import (
     clean_rows,
     dot_add,
@@ -37,6 +41,7 @@ from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
 
 @triton.jit
 def _attention_fwd_kernel(q, k, v, out, lse, call, BUILD: tl.constexpr):
+    """The output of one query tile of one head: out and its lse."""
     BLOCK_M: tl.constexpr = BUILD.block_m
     DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims
@@ -89,24 +94,13 @@ def _visit(
     IS_PARTIAL: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
     """One key tile: its scores, its step of the softmax, its share of the output."""
-    BLOCK_M: tl.constexpr = BUILD.block_m
-    BLOCK_N: tl.constexpr = BUILD.block_n
     DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims
     terms = call.terms
-    m = (m0 + tl.arange(0, BLOCK_M))[:, None]
-    n = n0 + tl.arange(0, BLOCK_N)
-    # Keys that no row of the tile sees may be NaN, or not there.
-    mask_n = (n >= span.start) & (n < span.stop)
-    seen = m
-    if IS_PARTIAL:
-        seen = visible(call.mask, seq, h, m, n[None, :], m0, n0, BUILD)
-        if BUILD.mask != BAND:
-            mask_n = mask_n & (tl.max(seen.to(tl.int32), 0) > 0)
-    k_base = bases[0] + n0.to(tl.int64) * k_stride
-    v_base = bases[1] + n0.to(tl.int64) * v_stride
-    k_tile = load_tile(k_base, k_stride, mask_n, IS_PARTIAL, BLOCK_N, DIMS, BUILD.is_wide)
-    v_tile = load_tile(v_base, v_stride, mask_n, IS_PARTIAL, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
+    m = (m0 + tl.arange(0, BUILD.block_m))[:, None]
+    k_tile, v_tile, n, seen = load_keys(
+        bases, k_stride, v_stride, call, seq, span, h, m, m0, n0, IS_PARTIAL, BUILD
+    )
     s = dot_rows(q_tile, k_tile, DIMS, BUILD)
     if not BUILD.is_folded:
         s, _ = add_terms(s, terms, seq, h, m, n[None, :], BUILD)
@@ -136,24 +130,34 @@ class Forward:
         plan = call.plan_rows(self._config)
         self._grid = (plan.n_programs, 1, 1)
         self._rest = (plan.call, call.build(self._config))
-        # Where no input had to be copied, neither has one like it.
-        inputs = (piece.q, piece.k, piece.v)
-        is_direct = all(x is y for x, y in zip(call.tensors, inputs, strict=True))
-        self._strides = [operand[1:] for operand in call.qkv] if is_direct else None
-        self._result_strides = (M * H * E, H * E, E), (code(H * M), code(M))
+        # Found by the first run of a reusable call.
+        self._compiled: Any = None
+        self._strides: tuple[tuple[Any, ...], ...] = ()
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self._strides is None:
-            operands = [TritonCall.operand(align_rows(x)) for x in (q, k, v)]
+        """out and lse, new; of a head dim whose rows were widened out is a view."""
+        (out_shape, lse_shape), (out_dtype, lse_dtype) = self._shapes, self._dtypes
+        out = torch.empty(out_shape, dtype=out_dtype, device=self.call.device)
+        lse = torch.empty(lse_shape, dtype=lse_dtype, device=self.call.device)
+        if self._compiled is None:
+            self._run_first(q, k, v, out, lse)
         else:
-            operands = [Operand(x, *s) for x, s in zip((q, k, v), self._strides, strict=True)]
-        out, lse = (
-            q.new_empty(shape, dtype=dtype)
-            for shape, dtype in zip(self._shapes, self._dtypes, strict=True)
-        )
-        strides, statistics = self._result_strides
-        results = Operand(out, *strides), Statistics(lse, *statistics)
-        self.call.launch(
+            # Written out, and with addresses for tensors: this is the way of every warm call.
+            sq, sk, sv, so, sl = self._strides
+            tensors = (
+                (q.data_ptr(), *sq), (k.data_ptr(), *sk), (v.data_ptr(), *sv),
+                (out.data_ptr(), *so), (lse.data_ptr(), *sl),
+            )  # fmt: skip
+            relaunch(self._compiled, self._grid, (*tensors, *self._rest), self.call.device)
+        return cut_rows(out, self._E), lse
+
+    def _run_first(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        operands = [TritonCall.operand(align_rows(x)) for x in (q, k, v)]
+        results = TritonCall.operand(out), TritonCall.statistics(lse)
+        compiled = self.call.launch(
             _attention_fwd_kernel, self._grid, self._config, (*operands, *results, *self._rest)
         )
-        return cut_rows(out, self._E), lse
+        # Where an input had to be copied, so has one like it.
+        if all(operand.ptr is x for operand, x in zip(operands, (q, k, v), strict=True)):
+            self._strides = tuple(operand[1:] for operand in (*operands, *results))
+            self._compiled = compiled

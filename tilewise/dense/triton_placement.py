@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.band import Band
 from ..core.mask import UNBOUNDED
 from ..kernels import placement
-from ..kernels.launch import Config, launch
+from ..kernels.launch import UNTILED, launch
 from ..kernels.structs import Lengths, code
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ UNIFORM, PADDED, PACKED, DOCUMENTS = (
     x.value for x in (placement.UNIFORM, placement.PADDED, placement.PACKED, placement.DOCUMENTS)
 )
 _FIELDS = placement.FIELDS.value
-_CONFIG = Config(0, 0, 4, 1)
 # Sequences that the one program takes at a time.
 _BLOCK = 128
 
@@ -80,19 +79,20 @@ def _write_sequences(call: TritonCall, table: Tensor, block_m: int, block_n: int
     offsets = offset if isinstance(offset, Tensor) else None
     own = offset if isinstance(offset, int) else 0
     ones = (offsets, band.lows, band.highs)
-    lengths = Lengths(
+    given = (
         positions.cu_seqlens_q,
         positions.cu_seqlens_k,
         positions.seqused_q,
         positions.seqused_k,
-        positions.q_start if isinstance(positions.q_start, Tensor) else None,
-        positions.k_start if isinstance(positions.k_start, Tensor) else None,
+        positions.q_start,
+        positions.k_start,
         *ones,
     )
+    lengths = Lengths(*(x.contiguous() if isinstance(x, Tensor) else None for x in given))
     launch(
         placement.place_sequences,
         (1,),
-        _CONFIG,
+        UNTILED,
         (
             table, lengths, call.n_sequences, call.M, call.N, *starts_of(call),
             *_edges(own, band), positions.is_piece,
@@ -113,7 +113,7 @@ def _write_documents(call: TritonCall, table: Tensor, block_m: int, block_n: int
     launch(
         placement.place_documents,
         (1,),
-        _CONFIG,
+        UNTILED,
         (
             table, cu_seqlens, call.n_sequences, call.n_documents,
             0 if is_shared else cu_seqlens.shape[1], call.M, call.N, *starts_of(call), shift,

@@ -19,13 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.masks import key_span, partial_tile, visible, whole_tile
+from ..kernels.keys import load_keys
+from ..kernels.masks import key_span, partial_tile, whole_tile
 from ..kernels.placement import FIRST_Q_TILE, locate
 from ..kernels.recompute import load_rows, recompute, store_rows
 from ..kernels.softmax import LOG2_E
 from ..kernels.structs import decode
 from ..kernels.tiles import load_tile, row_base, statistics_base
-from .config import row_sums_config
+from .config import sums_config
 from .triton_call import TritonCall
 
 _LARGE_LSE = tl.constexpr(8192.0)
@@ -62,8 +63,11 @@ def _attention_bwd_row_sums_kernel(
         kv_head = h // decode(call.place.group)
         q_base = row_base(q, seq.batch, row, h)
         do_base = row_base(dout, seq.batch, row, h)
-        k_base = row_base(k, seq.batch, seq.k_first, kv_head)
-        v_base = row_base(v, seq.batch, seq.k_first, kv_head)
+        bases = (
+            row_base(k, seq.batch, seq.k_first, kv_head),
+            row_base(v, seq.batch, seq.k_first, kv_head),
+        )
+        m = (m0 + rows)[:, None]
         q_tile = load_tile(q_base, q.stride_m, owned, True, BLOCK_M, DIMS, BUILD.is_wide)
         do_tile = load_tile(do_base, dout.stride_m, owned, True, BLOCK_M, VALUE_DIMS, BUILD.is_wide)
         span = key_span(call.mask, seq, h, tile, list_tile, BUILD)
@@ -74,14 +78,9 @@ def _attention_bwd_row_sums_kernel(
                 n0 = whole_tile(call.mask, span, i, BUILD.mask) * BLOCK_N
             else:
                 n0 = partial_tile(call.mask, span, i - span.n_whole, BUILD.mask) * BLOCK_N
-            n = n0 + tl.arange(0, BLOCK_N)
-            mask_n = (n >= span.start) & (n < span.stop)
-            k_ptr = k_base + n0.to(tl.int64) * k.stride_m
-            v_ptr = v_base + n0.to(tl.int64) * v.stride_m
-            k_tile = load_tile(k_ptr, k.stride_m, mask_n, True, BLOCK_N, DIMS, BUILD.is_wide)
-            v_tile = load_tile(v_ptr, v.stride_m, mask_n, True, BLOCK_N, VALUE_DIMS, BUILD.is_wide)
-            m = (m0 + rows)[:, None]
-            seen = visible(call.mask, seq, h, m, n[None, :], m0, n0, BUILD)
+            k_tile, v_tile, _, seen = load_keys(
+                bases, k.stride_m, v.stride_m, call, seq, span, h, m, m0, n0, True, BUILD
+            )
             p, _, p_dp, _ = recompute(
                 q_tile, k_tile, v_tile, do_tile, statistics, seen, call, seq, h, m0, n0,
                 True, False, False, BUILD,
@@ -115,7 +114,7 @@ def sum_rows(
     has_delta: bool,
 ) -> None:
     """Write the rows' numbers `[B, H, M, 4]`; without `has_delta` the delta in them stays."""
-    config = row_sums_config(call.key)
+    config = sums_config(call.key)
     plan = call.plan_rows(config)
     call.launch(
         _attention_bwd_row_sums_kernel,

@@ -7,6 +7,7 @@ that is found once. Whatever is unusual about a call makes it a cold one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,11 +18,15 @@ from ..core.mask import Mask
 from .ops import Arguments
 from .piece import Piece
 
-# Calls of more layouts than this forget the others: each holds a few hundred bytes.
+# Of more layouts than these the oldest is forgotten. Each holds a few kilobytes, and no tensor.
 _MOST_KEPT = 1024
+_NUMBERS = (float, int, type(None))
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+# What a call may have named.
+BACKENDS = ("auto", "triton", "hopper")
 _EXTRAS = ("alibi_slopes", "bias", "sinks")
 _kept: dict[tuple[Any, ...], Warm] = {}
+_keeping = threading.Lock()
 
 
 class Warm(NamedTuple):
@@ -29,11 +34,6 @@ class Warm(NamedTuple):
 
     arguments: Arguments
     forward: Any
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse."""
-        out, lse = self.forward.run(q, k, v)
-        return out, lse
 
     def gradients(self, saved: Sequence[Tensor], dout: Tensor, dlse: Tensor | None) -> list[Tensor]:
         """Gradients of q, k and v. saved: q, k, v, out, lse."""
@@ -52,10 +52,16 @@ def key_of(
     rest: whatever else tells calls apart.
     """
     is_plain = type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES
-    if not is_plain or terms["dropout_p"] or any(terms[name] is not None for name in _EXTRAS):
+    if not is_plain or terms["dropout_p"] != 0.0:
+        return None
+    for name in _EXTRAS:
+        if terms[name] is not None:
+            return None
+    if type(terms["scale"]) not in _NUMBERS or type(terms["softcap"]) not in _NUMBERS:
         return None
     mask_key = mask.key if isinstance(mask, Mask) else None
-    if mask_key is None or _is_observed() or torch.is_autocast_enabled("cuda"):
+    device = q.device.type
+    if mask_key is None or device == "meta" or _is_observed() or torch.is_autocast_enabled(device):
         return None
     # Written out: this is the way of every warm call.
     return (
@@ -82,14 +88,29 @@ def keep(
     key: tuple[Any, ...] | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, dtype: Any
 ) -> None:
     """Make the next call like this one a warm one."""
-    if key is None or arguments.backend != "triton":
+    # A backward wants out as exact as q is, and a warm call stores it once.
+    is_exact = torch.promote_types(dtype, q.dtype) == dtype
+    if key is None or arguments.backend not in BACKENDS or not is_exact:
         return
     from .triton_call import TritonCall
-    from .triton_forward import Forward
 
-    if len(_kept) >= _MOST_KEPT:
-        _kept.clear()
     piece = Piece(q, k, v, arguments.mask, arguments.positions(q, k), arguments.terms)
     call = TritonCall(piece)
-    if call.is_reusable:
-        _kept[key] = Warm(arguments, Forward(call, dtype))
+    if not call.is_reusable:
+        return
+    forward = _forward_of(arguments.backend)(call, dtype)
+    call.release()
+    with _keeping:
+        while len(_kept) >= _MOST_KEPT:
+            _kept.pop(next(iter(_kept)))
+        _kept[key] = Warm(arguments, forward)
+
+
+def _forward_of(backend: str) -> Any:
+    if backend == "hopper":
+        from . import hopper_call
+
+        return hopper_call.Forward
+    from .triton_forward import Forward
+
+    return Forward

@@ -34,6 +34,7 @@ from ..dense.api import attention
 from ..dense.checks import check_call
 from ..dense.choice import choose
 from ..dense.ops import Arguments
+from ..dense.piece import Piece
 from .mask_tensor import visible_elements
 
 NAME = "TILEWISE"
@@ -291,7 +292,8 @@ def _arguments(
     }
     op = "attention_varlen" if packing else "attention"
     arguments = check_call(op, q, k, v, mask, terms, packing)
-    name = choose(op, "auto", q, k, v)
+    positions = arguments.positions(q, k)
+    name = choose(op, "auto", Piece(q, k, v, mask, positions, arguments.terms))
     # Below this stands PyTorch's dispatcher: its fused op must not be asked again.
     return arguments._replace(backend="tiled(own)" if name == "tiled" else name)
 

@@ -41,6 +41,7 @@ from ..core.mask_leaves import full, intervals, window
 from ..dense.api import attention, attention_varlen
 from .mask_tensor import MaskTensor, visible_elements, visible_keys
 from .transformers_masks import build_mask
+from .transformers_parallel import ContextParallel as ContextParallel
 
 # What models hand to every attention function and what cannot change its result.
 HARMLESS = frozenset(
@@ -75,7 +76,13 @@ _REFUSED = {
 _RESERVED = ("eager", "flash", "flex", "paged", "sdpa")
 
 
-def register(name: str = "tilewise", *, backend: str = "auto", ignore: Iterable[str] = ()) -> None:
+def register(
+    name: str = "tilewise",
+    *,
+    backend: str = "auto",
+    ignore: Iterable[str] = (),
+    context_parallel: ContextParallel | None = None,
+) -> None:
     """Make `attn_implementation=name` known to Transformers. Calling it again is harmless.
 
     Args:
@@ -83,6 +90,7 @@ def register(name: str = "tilewise", *, backend: str = "auto", ignore: Iterable[
         backend: as in `tilewise.attention`.
         ignore: further arguments of a model's attention call that cannot change its result. One
             that is neither understood, nor in `HARMLESS`, nor here, raises.
+        context_parallel: spreads sequences over ranks; batches come from its `shard`.
     Raises: ValueError for a name that Transformers would take for something else; ImportError
         where Transformers is older than 5.4, whose mask interface is another.
     """
@@ -93,8 +101,15 @@ def register(name: str = "tilewise", *, backend: str = "auto", ignore: Iterable[
             f"register: name must be an identifier without any of {', '.join(_RESERVED)} in it, "
             f"got {name!r}."
         )
-    AttentionInterface.register(name, Implementation(name, backend, HARMLESS | {*ignore}))
-    AttentionMaskInterface.register(name, build_mask)
+    harmless = HARMLESS | {*ignore}
+    masks: Any = build_mask
+    if context_parallel is not None:
+        # The loss's own; every layer gets it too.
+        harmless |= {"shift_labels"}
+        masks = context_parallel.build_mask
+    implementation = Implementation(name, backend, harmless, context_parallel)
+    AttentionInterface.register(name, implementation)
+    AttentionMaskInterface.register(name, masks)
 
 
 @dataclass(frozen=True)
@@ -123,6 +138,7 @@ class Implementation:
     name: str
     backend: str
     harmless: frozenset[str]
+    context_parallel: ContextParallel | None = None
 
     def __call__(
         self,
@@ -154,7 +170,12 @@ class Implementation:
             query = query.expand(key.shape[0], -1, -1, -1)
         self._check_dtypes(query, key, value)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        mask, bias = self._read_mask(attention_mask, q, k)
+        mask: Mask | None
+        bias: Tensor | None
+        if self.context_parallel is not None:
+            mask, bias = None, None
+        else:
+            mask, bias = self._read_mask(attention_mask, q, k)
         if options.position_bias is not None:
             bias = options.position_bias if bias is None else bias + options.position_bias
         terms: dict[str, Any] = {
@@ -166,6 +187,13 @@ class Implementation:
             "deterministic": bool(options.deterministic),
             "backend": self.backend,
         }
+        if self.context_parallel is not None:
+            if bias is not None or options.cu_seq_lens_q is not None:
+                raise NotImplementedError(
+                    f"{self}: position_bias and cu_seq_lens_q cannot be honoured over ranks; "
+                    "documents go to ContextParallel.shard(mask=documents(cu_seqlens))."
+                )
+            return self.context_parallel.attend(q, k, v, attention_mask, terms), None
         packing = self._read_packing(options, bias)
         if packing is not None and mask is None:
             out = attention_varlen(

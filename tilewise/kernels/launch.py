@@ -9,25 +9,33 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from ..core.backends import is_interpreted
+
 
 class Config(NamedTuple):
-    """Tile sizes of one kernel, and what the compiler is told."""
+    """Tile sizes of one kernel, and what the compiler is told.
+
+    max_registers: of a thread at launch, where warps share them out later; 0 for as many as needed.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
+
+
+# Of a kernel without tiles.
+UNTILED = Config(0, 0, 4, 1)
 
 
 def compiler_options(config: Config) -> dict[str, Any]:
     """What the compiler is told. Products and sums fuse: Triton 3.10 will not by itself."""
     warps, stages = config.num_warps, config.num_stages
-    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-
-
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU. Settled when they are imported."""
-    return bool(triton.knobs.runtime.interpret)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    if config.max_registers:
+        options["maxnreg"] = config.max_registers
+    return options
 
 
 def architecture_of(device: torch.device) -> str:
@@ -67,13 +75,27 @@ def relaunch(
 ) -> None:
     """Run a compiled kernel again, on other tensors of the same alignment and the same numbers.
 
-    Looking it up by its arguments costs as much host time as the launch itself.
+    Looking it up by its arguments costs as much host time as the launch itself. A tensor may be
+    given as its address, which the driver then need not be asked about.
     """
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            compiled[grid](*arguments)
+            _run_again(compiled, grid, arguments, device)
     else:
+        _run_again(compiled, grid, arguments, device)
+
+
+def _run_again(
+    compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any], device: torch.device
+) -> None:
+    hooks = triton.knobs.runtime
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         compiled[grid](*arguments)
+        return
+    # What `compiled[grid]` does where nobody, such as a profiler, wants to be told of launches.
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    metadata = compiled.packed_metadata, None, None, None
+    compiled.run(*grid, stream, compiled.function, *metadata, *arguments)
 
 
 def _run(kernel: Any, grid: tuple[int, ...], config: Config, arguments: Sequence[Any]) -> Any:

@@ -26,6 +26,7 @@ FIRST_Q_TILE, FIRST_K_TILE, BATCH = tl.constexpr(13), tl.constexpr(14), tl.const
 # Beyond every index, with room to be added to one, and to be coded, in int32.
 FAR = tl.constexpr(1 << 28)
 _SEARCH = tl.constexpr(128)
+_BEYOND = tl.constexpr(1 << 60)
 
 
 @triton.jit
@@ -72,14 +73,22 @@ def sequence_at(place, index, PLACE: tl.constexpr):
 def _find(place, tile, COLUMN: tl.constexpr):
     """The last sequence whose first tile is at or before this one."""
     n_sequences = decode(place.n_sequences)
-    found = -1
-    for start in range(0, n_sequences, _SEARCH):
-        rows = start + tl.arange(0, _SEARCH)
-        first = tl.load(
-            place.table + rows.to(tl.int64) * FIELDS + COLUMN, mask=rows < n_sequences, other=FAR
-        )
-        found += tl.sum((first <= tile).to(tl.int32), 0)
-    return found
+    block = 0
+    # First tiles ascend: of many sequences every _SEARCH-th tells which of them to look at.
+    if n_sequences > _SEARCH:
+        block -= 1
+        for start in range(0, n_sequences, _SEARCH * _SEARCH):
+            block += _count_begun(place.table, start, _SEARCH, n_sequences, tile, COLUMN)
+    start = block * _SEARCH
+    return start + _count_begun(place.table, start, 1, n_sequences, tile, COLUMN) - 1
+
+
+@triton.jit
+def _count_begun(table, start, STEP: tl.constexpr, n_sequences, tile, COLUMN: tl.constexpr):
+    """Of _SEARCH sequences, STEP apart, those whose first tile is at or before this one."""
+    rows = start + STEP * tl.arange(0, _SEARCH)
+    first = tl.load(table + rows.to(tl.int64) * FIELDS + COLUMN, mask=rows < n_sequences, other=FAR)
+    return tl.sum((first <= tile).to(tl.int32), 0)
 
 
 @triton.jit
@@ -150,11 +159,13 @@ def place_sequences(
         rows = start + tl.arange(0, BLOCK)
         live = rows < n_sequences
         if lengths.cu_q is not None:
-            # The last sequence is what no document owns.
+            # The last sequence is what no document owns. The first starts where storage does, also
+            # where cu_seqlens lie: each row has an owner.
             own = rows < n_sequences - 1
             at = tl.minimum(rows, n_sequences - 1)
-            q_first = _clamp(tl.load(lengths.cu_q + at, mask=live, other=0), 0, M)
-            k_first = _clamp(tl.load(lengths.cu_k + at, mask=live, other=0), 0, N)
+            known = live & (rows > 0)
+            q_first = _clamp(tl.load(lengths.cu_q + at, mask=known, other=0), 0, M)
+            k_first = _clamp(tl.load(lengths.cu_k + at, mask=known, other=0), 0, N)
             q_end = _clamp(tl.load(lengths.cu_q + at + 1, mask=own, other=M), q_first, M)
             k_end = _clamp(tl.load(lengths.cu_k + at + 1, mask=own, other=N), k_first, N)
             q_stored = q_end - q_first
@@ -169,15 +180,17 @@ def place_sequences(
         k_used = _used(lengths.used_k, rows, own, k_stored)
         i_base = _at(lengths.q_starts, rows, own, q_start)
         j_base = _at(lengths.k_starts, rows, own, k_start)
+        # Starts may lie beyond int32; how far apart they are decides who sees whom.
+        apart = i_base - j_base
         if IS_PIECE:
-            shift = i_base - j_base
+            shift = _clamp(apart, -FAR, FAR)
         else:
             shift = k_used - q_used
-        position = shift
+        position = shift.to(tl.int64)
         if HAS_OFFSET:
-            position = i_base - j_base
+            position = apart
         if lengths.offsets is not None:
-            position = i_base - j_base + _one_or_each(lengths.offsets, rows, own, ONE & 1)
+            position = apart + _one_or_each(lengths.offsets, rows, own, ONE & 1)
         low = tl.zeros((BLOCK,), tl.int32)
         high = k_used
         if lengths.lows is not None:
@@ -189,12 +202,14 @@ def place_sequences(
         high = tl.where(own, tl.maximum(high, low), low)
         stored = (q_first, q_stored, k_first, k_stored)
         used = (tl.where(own, q_used, 0), tl.where(own, k_used, 0), low, high)
+        # Beyond all storage, and less than what an unbounded side is away.
+        position = _clamp(position, -2 * FAR, 2 * FAR)
         bounds = (position + left, position + right)
+        bases = (shift, i_base.to(tl.int32), j_base.to(tl.int32))
         tiles = (q_tiles, k_tiles)
         q_tiles, k_tiles = _write_rows(
-            table, rows, live, stored, used, bounds, (shift, i_base, j_base), rows * 0, tiles,
-            BLOCK_Q, BLOCK_K,
-        )  # fmt: skip
+            table, rows, live, stored, used, bounds, bases, rows * 0, tiles, BLOCK_Q, BLOCK_K
+        )
 
 
 @triton.jit(
@@ -291,14 +306,20 @@ def _used(used, rows, own, stored):
 @triton.jit
 def _at(starts, rows, own, start):
     if starts is None:
-        return tl.zeros_like(rows) + start
+        return tl.zeros_like(rows).to(tl.int64) + start
     else:
-        return _clamp(tl.load(starts + rows, mask=own, other=0), -FAR, FAR)
+        return _bound(tl.load(starts + rows, mask=own, other=0).to(tl.int64))
 
 
 @triton.jit
 def _one_or_each(values, rows, own, IS_ONE: tl.constexpr):
+    # Far from what int64 holds, so that a sum of a few is right.
     if IS_ONE:
-        return _clamp(tl.load(values), -2 * FAR, 2 * FAR)
+        return _bound(tl.load(values).to(tl.int64))
     else:
-        return _clamp(tl.load(values + rows, mask=own, other=0), -2 * FAR, 2 * FAR)
+        return _bound(tl.load(values + rows, mask=own, other=0).to(tl.int64))
+
+
+@triton.jit
+def _bound(x):
+    return tl.minimum(tl.maximum(x, -_BEYOND), _BEYOND)

@@ -112,4 +112,6 @@ def recompute(
     ds_inner = ds
     if BUILD.is_capped:
         ds_inner = ds - ds * capped * capped
+        if IS_PARTIAL:
+            ds_inner = tl.where(seen, ds_inner, 0.0)
     return p, kept, ds, ds_inner

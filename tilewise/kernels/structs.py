@@ -180,8 +180,8 @@ class Build(NamedTuple):
     is there.
     """
 
-    dims: tuple[int, int, int]
-    value_dims: tuple[int, int, int]
+    dims: tuple[int, ...]
+    value_dims: tuple[int, ...]
     place: int
     mask: int
     n_intervals: int

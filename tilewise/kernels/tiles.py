@@ -1,8 +1,8 @@
-"""Tiles of rows: their pointers, loads and stores, and products of tiles in one or two pieces.
+"""Tiles of rows: their pointers, loads and stores, and products of tiles in pieces.
 
-Tile sizes are powers of two. A head dim that is not is cut into two pieces that are (80 = 64 + 16,
-192 = 128 + 64), so that 80 costs 80 and not 128. `DIMS` is (dim, first piece, second piece or 0);
-a tile is a pair of pieces, the second one being the first again where there is only one.
+Tile sizes are powers of two. A head dim that is not is cut into pieces that are (80 = 64 + 16,
+192 = 128 + 64), so that 80 costs 80 and not 128; `DIMS` is the dim and then the pieces' widths, and
+a tile is a tuple of its pieces. More pieces also make shorter products, see `cut_dim`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ import triton
 import triton.language as tl
 
 from .structs import decode
+
+
+@triton.constexpr_function
+def _start(dims, i):
+    """Where piece i of a head dim starts."""
+    return sum(dims[1 : i + 1])
 
 
 @triton.jit
@@ -72,14 +78,14 @@ def load_tile(
     DIMS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """BLOCK rows from `base` on, in pieces. Rows outside `mask_rows` are 0 where MASKED."""
-    first = _load_piece(base, stride, mask_rows, MASKED, BLOCK, DIMS[0], 0, DIMS[1], WIDE)
-    second = first
-    if DIMS[2] > 0:
-        second = _load_piece(
-            base, stride, mask_rows, MASKED, BLOCK, DIMS[0], DIMS[1], DIMS[2], WIDE
+    """BLOCK rows from `base` on. Rows outside `mask_rows` are 0 where MASKED."""
+    tile = ()
+    for i in tl.static_range(len(DIMS) - 1):
+        piece = _load_piece(
+            base, stride, mask_rows, MASKED, BLOCK, DIMS[0], _start(DIMS, i), DIMS[i + 1], WIDE
         )
-    return first, second
+        tile = tile + (piece,)
+    return tile
 
 
 @triton.jit
@@ -108,31 +114,43 @@ def store_tile(
     BLOCK: tl.constexpr, DIMS: tl.constexpr, ADD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's rows in `mask_rows`; with ADD, add to what is there."""
-    _store_piece(base, stride, tile[0], mask_rows, ADD, BLOCK, DIMS[0], 0, DIMS[1], WIDE)
-    if DIMS[2] > 0:
-        _store_piece(base, stride, tile[1], mask_rows, ADD, BLOCK, DIMS[0], DIMS[1], DIMS[2], WIDE)
+    for i in tl.static_range(len(DIMS) - 1):
+        _store_piece(
+            base, stride, tile[i], mask_rows, ADD, BLOCK, DIMS[0], _start(DIMS, i), DIMS[i + 1],
+            WIDE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _zero_piece(BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    return tl.zeros((BLOCK, WIDTH), tl.float32)
 
 
 @triton.jit
 def zero_tile(BLOCK: tl.constexpr, DIMS: tl.constexpr):
     """An fp32 accumulator of BLOCK rows."""
-    FIRST: tl.constexpr = DIMS[1]
-    SECOND: tl.constexpr = DIMS[2]
-    first = tl.zeros((BLOCK, FIRST), tl.float32)
-    second = first
-    if SECOND > 0:
-        second = tl.zeros((BLOCK, SECOND), tl.float32)
-    return first, second
+    tile = ()
+    for i in tl.static_range(len(DIMS) - 1):
+        tile = tile + (_zero_piece(BLOCK, DIMS[i + 1]),)
+    return tile
 
 
 @triton.jit
 def scale_tile(tile, factor, DIMS: tl.constexpr):
     """A tile times a scalar, or times a factor for each row, `[rows, 1]`."""
-    first = tile[0] * factor
-    second = first
-    if DIMS[2] > 0:
-        second = tile[1] * factor
-    return first, second
+    scaled = ()
+    for i in tl.static_range(len(DIMS) - 1):
+        scaled = scaled + (tile[i] * factor,)
+    return scaled
+
+
+@triton.jit
+def clean_rows(tile, seen, DIMS: tl.constexpr):
+    """A tile with 0 in the rows that are not seen: a NaN there must not meet a product."""
+    cleaned = ()
+    for i in tl.static_range(len(DIMS) - 1):
+        cleaned = cleaned + (tl.where(seen[:, None], tile[i], 0.0),)
+    return cleaned
 
 
 @triton.jit
@@ -150,8 +168,8 @@ def dot(a, b, acc, BUILD: tl.constexpr):
 def dot_rows(a, b, DIMS: tl.constexpr, BUILD: tl.constexpr):
     """a b^T of tiles `[x, dim]` and `[y, dim]`: `[x, y]` in fp32."""
     product = dot(a[0], tl.trans(b[0]), None, BUILD)
-    if DIMS[2] > 0:
-        product = dot(a[1], tl.trans(b[1]), product, BUILD)
+    for i in tl.static_range(1, len(DIMS) - 1):
+        product = dot(a[i], tl.trans(b[i]), product, BUILD)
     return product
 
 
@@ -159,18 +177,7 @@ def dot_rows(a, b, DIMS: tl.constexpr, BUILD: tl.constexpr):
 def dot_add(p, tile, acc, DIMS: tl.constexpr, BUILD: tl.constexpr):
     """acc + p tile, for p `[x, y]` and a tile `[y, dim]`; p is rounded to the tile's dtype."""
     p = p.to(tile[0].dtype)
-    first = dot(p, tile[0], acc[0], BUILD)
-    second = first
-    if DIMS[2] > 0:
-        second = dot(p, tile[1], acc[1], BUILD)
-    return first, second
-
-
-@triton.jit
-def clean_rows(tile, seen, DIMS: tl.constexpr):
-    """A tile with 0 in the rows that are not seen: a NaN there must not meet a product."""
-    first = tl.where(seen[:, None], tile[0], 0.0)
-    second = first
-    if DIMS[2] > 0:
-        second = tl.where(seen[:, None], tile[1], 0.0)
-    return first, second
+    total = ()
+    for i in tl.static_range(len(DIMS) - 1):
+        total = total + (dot(p, tile[i], acc[i], BUILD),)
+    return total

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from ..bench.progress import Progress
 from ..catalog import Op
+from ..core.backends import hopper_problem, is_interpreted
 from ..core.tolerance import BudgetReport
 from .verify import VerifyRow, verify_case
 
@@ -89,14 +89,17 @@ def targets(
 
 
 def _runs(backend: str, dtype: torch.dtype, device_type: str) -> bool:
-    """Kernels want a GPU, or Triton's interpreter, and compute in fp32 at most."""
+    """Kernels want a GPU, or Triton's interpreter, and compute in fp32 at most; Hopper's want
+    its GPU and 16 bits."""
     if backend not in _KERNELS:
         return True
     if dtype == torch.float64:
         return False
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if is_interpreted():
         return backend == "triton" and device_type == "cpu"
-    return device_type == "cuda"
+    if device_type != "cuda" or backend == "triton":
+        return device_type == "cuda"
+    return dtype != torch.float32 and not hopper_problem(torch.device("cuda", 0))
 
 
 def verify(
@@ -106,11 +109,13 @@ def verify(
     *,
     only: Mapping[str, Collection[str]] | None = None,
 ) -> list[VerifyRow]:
-    """The rows of all cases; a call that raises is a row that failed. only: cases by op."""
+    """The rows of all cases that the backend takes; a call that raises is a row that failed. only:
+    cases by op."""
     rows: list[VerifyRow] = []
     for target in targets:
         op, dtype = target.op, target.dtype
-        cases = op.load("cases")(op.name, dtype, device)
+        takes = op.load("takes")
+        cases = [x for x in op.load("cases")(op.name, dtype, device) if takes(x, target.backend)]
         if only is not None:
             cases = [case for case in cases if case.name in only[op.name]]
         progress.stage(f"verify {op.name} {_name(dtype)}", len(cases))
@@ -132,9 +137,9 @@ def group(rows: Sequence[VerifyRow]) -> list[Group]:
         found.setdefault((row.op, row.backend, _name(row.dtype), tensor), []).append(row)
     groups = []
     for key, members in found.items():
-        worst = max(members, key=lambda row: _used(row.report))
+        worst = max(members, key=lambda row: row.report.used)
         within = sum(row.report.is_within for row in members)
-        groups.append(Group(*key, len(members), within, _used(worst.report), worst.case))
+        groups.append(Group(*key, len(members), within, worst.report.used, worst.case))
     return groups
 
 
@@ -173,12 +178,6 @@ def row_as_json(row: VerifyRow) -> dict[str, Any]:
 def _raised(error: Exception) -> BudgetReport:
     inf = math.inf
     return BudgetReport("call", inf, 0.0, inf, 0.0, f"raised {type(error).__name__}: {error}")
-
-
-def _used(report: BudgetReport) -> float:
-    """What is wrong for another reason than its size (a shape, a NaN) used all there is."""
-    used = report.used
-    return used if report.is_within or used > 1.0 else math.inf
 
 
 def _common_name(tensor: str) -> str:

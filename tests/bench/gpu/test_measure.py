@@ -190,6 +190,20 @@ def test_a_fault_while_timing_ends_the_cell(monkeypatch: pytest.MonkeyPatch) -> 
     assert cell.note == "raised RuntimeError: out of memory" and cell.has_failed
 
 
+def test_tensors_that_do_not_fit_end_the_cell_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(case: Case, device: torch.device, seed: int = 0) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+
+    meter = Meter()
+    shared = bench(meter, [ours(meter, 0.001)])
+    with monkeypatch.context() as patch:
+        patch.setattr(Case, "draw", draw)
+        cell = measure_cell(shared, grid(SHORT), SHORT)
+    assert cell.note.startswith("raised OutOfMemoryError: CUDA out of memory") and cell.has_failed
+    assert [entry.status for entry in cell.entries] == [NOT_RUN]
+    assert measure_cell(shared, grid(SHORT), SHORT).ours[0].status == TIMED
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD, HOST_GRAD])
 @pytest.mark.parametrize("length", [256, 1536])

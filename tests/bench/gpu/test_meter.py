@@ -62,7 +62,23 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_sample_is_timed_by_events_behind_a_sleep(log: list[str]) -> None:
     seconds = CudaMeter(DEVICE).sample(lambda: log.append("call"), 2)
     assert seconds == 0.0025
-    assert log == ["synchronize", "sleep", "record", "call", "call", "record", "wait for event"]
+    assert log == [
+        *("synchronize", "call", "synchronize"),
+        *("sleep", "record", "call", "call", "record", "wait for event"),
+    ]
+
+
+def test_the_sleep_is_as_long_as_the_host_takes(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    meter = CudaMeter(DEVICE)
+    for host in (1e-6, 1e-3, 10.0):
+        monkeypatch.setattr(meter, "sample_host", lambda call, repeats, host=host: host)
+        meter.sample(lambda: None, 20)
+    short, long, longest = (cycles / 1.98e9 for cycles in slept)
+    assert short < 0.0011 and 0.03 < long < 0.04 and longest < 0.21
 
 
 def test_a_graph_is_captured_warm_and_on_the_side_stream(log: list[str]) -> None:

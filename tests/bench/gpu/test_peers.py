@@ -115,17 +115,30 @@ def test_what_flash_attention_is_not_asked(flash_attn: dict[str, Any]) -> None:
         assert not any(peer.serves(asked, CPU) for peer in (third, fourth, named(FLASH)))
 
 
-def test_ours_by_name_and_packed() -> None:
-    first, second, packed = find_roster(("auto", "tiled")).ours
-    assert (first.name, second.name, packed.name) == (
-        "Tilewise",
-        "Tilewise, tiled",
-        "Tilewise, packed",
-    )
-    assert (first.backend, second.backend, packed.backend) == ("auto", "tiled", "")
+def test_ours_by_name_and_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    real = peers.attention_varlen
+
+    def listening(*tensors: Any, **options: Any) -> Any:
+        asked.append(options["backend"])
+        return real(*tensors, **options)
+
+    monkeypatch.setattr(peers, "attention_varlen", listening)
+    first, second, *packed = find_roster(("auto", "tiled")).ours
+    assert (first.name, second.name) == ("Tilewise", "Tilewise, tiled")
+    assert [peer.name for peer in packed] == ["Tilewise, packed", "Tilewise, tiled, packed"]
     assert harness.verify(second, CAUSAL, CPU) == ""
-    assert not packed.serves(CAUSAL, CPU) and packed.serves(DOCUMENTS, CPU)
-    assert harness.verify(packed, DOCUMENTS, CPU) == ""
+    assert [peer.backend for peer in (first, second, *packed)] == ["auto", "tiled"] * 2
+    for peer in packed:
+        asked.clear()
+        assert not peer.serves(CAUSAL, CPU) and peer.serves(DOCUMENTS, CPU)
+        assert harness.verify(peer, DOCUMENTS, CPU) == ""
+        assert set(asked) == {peer.backend}
+
+
+def test_only_backends_that_are_named_take_part() -> None:
+    """`--backend tiled` times nothing that `auto` would take instead."""
+    assert {peer.backend for peer in find_roster(("tiled",)).ours} == {"tiled"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

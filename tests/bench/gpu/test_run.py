@@ -100,6 +100,21 @@ def test_an_interrupted_run_leaves_its_cases(tmp_path: Path) -> None:
     assert (len(document["rows"]), document["finished"]) == (2, False)
 
 
+def test_a_case_that_does_not_fit_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Case.draw
+
+    def draw(case: Case, device: torch.device, seed: int = 0) -> object:
+        if case.length == 36:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(case, device, seed)
+
+    monkeypatch.setattr(Case, "draw", draw)
+    result = run(REQUEST, Silent(), Meter())
+    assert [bool(cell.note) for cell in result.cells] == [False, False, True, False, False]
+    assert result.is_finished and result.has_failed and not result.problem
+    assert "out of memory" in json.dumps(result.as_json()["rows"][2])
+
+
 def test_a_gpu_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     meter, stored = Meter(), []
     real = gpu_run.measure_cell

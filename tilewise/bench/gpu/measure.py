@@ -78,11 +78,12 @@ def measure_cell(bench: Bench, grid: Grid, case: Case) -> Cell:
     bench.meter.release()
     cell = Cell(grid.name, case, _way(case), count_sets(case, bench.meter.cache_bytes))
     contestants = _enlist(cell, grid, bench)
-    drawn = [case.draw(bench.device, seed) for seed in range(cell.sets)]
-    for contestant in contestants:
-        _make_ready(contestant, drawn, cell.way, bench)
-    ready = {c.entry.name: c for c in contestants if c.run is not None}
+    # What goes wrong in one cell, such as tensors that do not fit, is no reason to lose the others.
     try:
+        drawn = [case.draw(bench.device, seed) for seed in range(cell.sets)]
+        for contestant in contestants:
+            _make_ready(contestant, drawn, cell.way, bench)
+        ready = {c.entry.name: c for c in contestants if c.run is not None}
         for name, timing in _time(ready, cell.way, bench).items():
             contestant = ready[name]
             _enter_time(contestant, timing, cell.way, bench)
@@ -156,7 +157,7 @@ def _make_ready(
         return
     if peer.is_ours:
         entry.first_call_s = first_call_s
-        entry.backend = peer.backend and explain_choice(case, bench.device, peer.backend).name
+        entry.backend = explain_choice(case, bench.device, peer.backend).name
 
 
 def _verdict(peer: Peer, case: Case, bench: Bench) -> tuple[str, str]:

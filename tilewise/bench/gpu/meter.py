@@ -17,9 +17,11 @@ import torch
 
 Call = Callable[[], Any]
 
-# The GPU sleeps for about a millisecond while the host gets ahead of it, so that no sample holds
-# the wait for a launch. In cycles, at the 1.98 GHz of an H200.
-_LEAD_CYCLES = 2_000_000
+# The GPU sleeps while the host gets ahead of it by a whole sample, so that none holds the wait for
+# a launch: a millisecond, and what the host takes for the sample's calls, but no more than a fifth
+# of a second. In cycles, at the 1.98 GHz of an H200.
+_CYCLES_PER_SECOND = 1.98e9
+_LEAD_SECONDS, _MOST_SECONDS = 1e-3, 0.2
 # Calls that may wait in the queue while the host's time is read; the queue holds about 1000.
 _QUEUED = 16
 
@@ -69,8 +71,8 @@ class CudaMeter:
 
     def sample(self, call: Call, repeats: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.synchronize()
-        torch.cuda._sleep(_LEAD_CYCLES)
+        lead = _LEAD_SECONDS + 1.5 * repeats * self.sample_host(call, 1)
+        torch.cuda._sleep(int(min(lead, _MOST_SECONDS) * _CYCLES_PER_SECOND))
         start.record()
         for _ in range(repeats):
             call()

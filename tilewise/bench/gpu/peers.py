@@ -41,8 +41,8 @@ class Roster:
 
 
 def find_roster(backends: Sequence[str] = ("auto",)) -> Roster:
-    """Ours on the backends that are named, and every peer that can be imported here."""
-    ours = [_named_backend(name) for name in backends]
+    """Ours on the backends that are named, padded and packed, and every peer that is here."""
+    ours = [make(name) for make in (_named_backend, _packed) for name in backends]
     found: list[Peer] = [*_torch_peers()]
     absent = {}
     for name, module, package, make in (
@@ -58,10 +58,7 @@ def find_roster(backends: Sequence[str] = ("auto",)) -> Roster:
             absent[name] = f"{module} cannot be imported: {type(error).__name__}: {error}"
         else:
             found.append(make(loaded, f"{package} {version_of(package) or 'of unknown version'}"))
-    return Roster((*ours, PACKED), tuple(found), absent)
-
-
-# ---------------------------------------------------------------- ours
+    return Roster(tuple(ours), tuple(found), absent)
 
 
 def _named_backend(name: str) -> Peer:
@@ -75,28 +72,29 @@ def _named_backend(name: str) -> Peer:
     return Peer(f"Tilewise, {name}", build, heads_first=False, is_ours=True, backend=name)
 
 
-def _build_packed(case: Case, device: torch.device) -> Attend:
-    edges, longest = case.cu_seqlens(device), max(case.documents)
+def _packed(name: str) -> Peer:
+    """The same documents in a packed call, on a backend."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = (x.flatten(0, 1) for x in (q, k, v))
-        out = attention_varlen(*rows, cu_seqlens_q=edges, max_seqlen_q=longest, mask=causal())
-        return out.unflatten(0, q.shape[:2])
+    def build(case: Case, device: torch.device) -> Attend:
+        edges, longest = case.cu_seqlens(device), max(case.documents)
+        options: dict[str, Any] = {"cu_seqlens_q": edges, "max_seqlen_q": longest}
 
-    return attend
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rows = (x.flatten(0, 1) for x in (q, k, v))
+            return attention_varlen(*rows, mask=causal(), **options, backend=name).unflatten(
+                0, q.shape[:2]
+            )
 
+        return attend
 
-PACKED = Peer(
-    "Tilewise, packed",
-    _build_packed,
-    heads_first=False,
-    serves=lambda case, device: case.mask == "documents",
-    is_ours=True,
-    backend="",
-)
-
-
-# ---------------------------------------------------------------- PyTorch's
+    return Peer(
+        "Tilewise, packed" if name == "auto" else f"Tilewise, {name}, packed",
+        build,
+        heads_first=False,
+        serves=lambda case, device: case.mask == "documents",
+        is_ours=True,
+        backend=name,
+    )
 
 
 def _is_dense(case: Case, device: torch.device) -> bool:
@@ -168,9 +166,6 @@ def _torch_peers() -> list[Peer]:
         replace(common.EAGER, serves=_is_dense, version=version),
         replace(common.SDPA, name=SDPA_AUTO, serves=_is_dense, version=version),
     ]
-
-
-# ---------------------------------------------------------------- FlashAttention 3 and 4
 
 
 def _is_flash(case: Case, device: torch.device) -> bool:

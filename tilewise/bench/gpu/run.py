@@ -164,9 +164,6 @@ def _describe(cell: Cell) -> str:
     return f"{cell.grid}: D {cell.case.D} {cell.case}{best}"
 
 
-# ---------------------------------------------------------------- storing
-
-
 class File:
     """Keeps a run in a JSON file that is whole at every moment."""
 

@@ -1,0 +1,98 @@
+"""The hopper forward's variants: each a call, and what its kernel may spill.
+
+What is spilled is what a tile keeps for its end, once a tile; none of it is in a loop without a
+test (read from the machine code, Triton 3.6 and 3.9, 2026-11-29), except under ALiBi: 10 there at
+head dim 128, 15 at 256 and 53 at 64, cause unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tilewise as tw
+
+M, N = 256, 320
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class HopperVariant:
+    """spills: the most bytes a thread, of Triton 3.6 and of later ones. has_start: whether rows may
+    not see the first keys, which makes a third loop. n_consumers: warp groups that multiply."""
+
+    name: str
+    call: Callable[[], Any]
+    spills: tuple[int, int]
+    has_start: bool
+    n_consumers: int
+
+
+def _variant(
+    name: str, D: int, spills: tuple[int, int] = (0, 0), *, dtype: torch.dtype = _BF16,
+    E: int | None = None, G: int = 4, op: Callable[..., Any] = tw.attention,
+    has_start: bool = False, **options: Any,
+) -> HopperVariant:  # fmt: skip
+    def call() -> Any:
+        batch = () if "cu_seqlens_q" in options else (2,)
+        shapes = ((M, 4, D), (N, G, D), (N, G, E or D))
+        tensors = (torch.zeros(*batch, *shape, dtype=dtype) for shape in shapes)
+        return op(*tensors, backend="hopper", **options)
+
+    return HopperVariant(name, call, spills, has_start, 3 if max(D, E or D) <= 64 else 2)
+
+
+_LENGTHS = torch.tensor([0, 100, 256], dtype=torch.int32)
+_KEYS = torch.tensor([0, 120, 320], dtype=torch.int32)
+_PACKED: dict[str, Any] = {"cu_seqlens_q": _LENGTHS, "cu_seqlens_k": _KEYS}
+_PADDED: dict[str, Any] = {
+    "mask": tw.causal() & tw.key_padding(torch.tensor([320, 9])), "has_start": True
+}  # fmt: skip
+_WINDOW: dict[str, Any] = {"mask": tw.window(100, 0), "has_start": True}
+_PARTIAL: dict[str, Any] = {"op": tw.attention_partial, "out_dtype": _FP32}
+
+HOPPER_VARIANTS = [
+    # What people run.
+    _variant("D 64", 64),
+    _variant("D 128", 128),
+    _variant("D 256", 256, (40, 120)),
+    _variant("fp16 D 64", 64, dtype=_FP16),
+    _variant("fp16 D 128", 128, dtype=_FP16),
+    _variant("fp16 D 256", 256, (40, 120), dtype=_FP16),
+    # Head dims.
+    _variant("D 64, E 128", 64, E=128),
+    _variant("D 192, E 128", 192, (16, 64), E=128),
+    _variant("D 96, E 256", 96, E=256),
+    # Where keys and queries stand, and who sees whom.
+    _variant("window D 64", 64, (0, 104), **_WINDOW),
+    _variant("window D 128", 128, **_WINDOW),
+    _variant("window D 256", 256, (80, 136), **_WINDOW),
+    _variant("padding D 64", 64, (64, 112), **_PADDED),
+    _variant("padding D 128", 128, **_PADDED),
+    _variant("packed D 64", 64, (72, 104), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    _variant("packed D 128", 128, op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    _variant("packed D 256", 256, (40, 120), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    _variant("documents", 128, (8, 72), mask=tw.window(30, 0) & tw.documents(_LENGTHS),
+             has_start=True),
+    # What else a score is made of.
+    _variant("softcap D 64", 64, (0, 72), softcap=30.0),
+    _variant("softcap D 128", 128, softcap=30.0),
+    _variant("softcap D 256", 256, (48, 120), softcap=30.0),
+    _variant("ALiBi D 64", 64, (248, 320), alibi_slopes=torch.zeros(4)),
+    _variant("ALiBi D 128", 128, (120, 144), alibi_slopes=torch.zeros(4)),
+    _variant("ALiBi D 256", 256, (152, 256), alibi_slopes=torch.zeros(4)),
+    _variant("packed window, softcap, ALiBi", 128, (120, 176), softcap=3.0,
+             alibi_slopes=torch.zeros(2, 4), op=tw.attention_varlen, mask=tw.window(90, 0),
+             has_start=True, **_PACKED),
+    _variant("scale below 0", 128, scale=-1.0),
+    _variant("sinks, GQA", 128, G=1, sinks=torch.zeros(4)),
+    # Results.
+    _variant("fp32 partial D 64", 64, (0, 96), **_PARTIAL),
+    _variant("fp32 partial D 128", 128, **_PARTIAL),
+    _variant("fp32 partial D 256", 256, (48, 168), **_PARTIAL),
+    _variant("packed fp32 partial", 128, op=tw.attention_varlen_partial, out_dtype=_FP32,
+             **_PACKED),
+]  # fmt: skip

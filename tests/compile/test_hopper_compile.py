@@ -1,0 +1,35 @@
+"""The hopper forward compiles for its GPU, fits, and waits for products only where it says so."""
+
+import pytest
+import triton
+
+from tests.compile.hopper_variants import HOPPER_VARIANTS
+from tests.compile.offline import TARGETS, compile_call
+
+FORWARD = "attention_fwd_hopper"
+# Of a consumer: the first block and the last values; two in a loop with a test, three in one
+# without (the way that raises a reference is one).
+WAITS, WAITS_OF_A_THIRD_LOOP = 7, 2
+REGISTERS = {2: 168, 3: 128}
+
+
+@pytest.mark.parametrize("variant", HOPPER_VARIANTS, ids=lambda variant: variant.name)
+def test_the_forward_compiles_and_fits(variant, record_property):
+    found = compile_call(variant.call, "sm_90")
+    rows = [
+        (
+            f"hopper {variant.name}", "sm_90", x.name.removeprefix("attention_"), x.registers,
+            x.spills, round(x.shared_bytes / 1024, 1), x.mma,
+        )
+        for x in found
+    ]  # fmt: skip
+    record_property("compiled", rows)
+    (forward,) = (x for x in found if x.name == FORWARD)
+    assert forward.mma == "HGMMA"
+    assert forward.shared_bytes <= TARGETS["sm_90"].shared_kib * 1024
+    # At launch; the warp groups then share them out, which more would not leave room for.
+    assert forward.registers == REGISTERS[variant.n_consumers]
+    # One more is ptxas putting products one after the other, for want of registers (its C7512).
+    each = WAITS + (WAITS_OF_A_THIRD_LOOP if variant.has_start else 0)
+    assert forward.waits == variant.n_consumers * each
+    assert forward.spills <= variant.spills[triton.__version__ != "3.6.0"]

@@ -1,0 +1,126 @@
+"""The hopper backend's way from a call to its launches, with the launches recorded, not made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.dense import choice, warm
+
+pytest.importorskip("triton")
+
+Records = list[tuple[str, tuple[int, ...], tuple[Any, ...]]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Records]:
+    """As on a Hopper GPU with 132 processors: names, grids and arguments."""
+    from tilewise.dense import hopper_call
+    from tilewise.kernels import launch
+
+    records: Records = []
+
+    def record(kernel: Any, grid: tuple[int, ...], config: Any, arguments: Any) -> None:
+        records.append((kernel.__name__, grid, tuple(arguments)))
+
+    monkeypatch.setattr(launch, "_run", record)
+    monkeypatch.setattr(launch, "_gpu_architecture", lambda device: "sm_90")
+    monkeypatch.setattr(choice, "triton_problem", lambda device: "")
+    monkeypatch.setattr(choice, "hopper_problem", lambda device: "")
+    monkeypatch.setattr(hopper_call, "_multiprocessors", lambda device: 132)
+    warm._kept.clear()
+    yield records
+    warm._kept.clear()
+
+
+def qkv(B: int = 2, M: int = 5, N: int = 7, D: int = 64) -> list[Tensor]:
+    shapes = ((B, M, 4, D), (B, N, 2, D), (B, N, 2, D))
+    return [torch.zeros(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+
+
+def names(records: Records) -> list[str]:
+    return [name for name, _, _ in records]
+
+
+FORWARD = "_attention_fwd_hopper_kernel"
+
+
+def test_the_forward_is_hoppers_and_the_backward_tritons(launches: Records) -> None:
+    x = qkv()
+    out = tw.attention(*x, mask=tw.causal(), backend="hopper")
+    assert names(launches) == [FORWARD]
+    torch.autograd.grad(out, x, torch.zeros_like(out))
+    assert len(launches) > 2 and all("_bwd_" in name for name in names(launches)[1:])
+
+
+def test_the_second_call_is_warm(launches: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = qkv()
+    tw.attention(*x, backend="hopper")
+    cold = launches[0][2]
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a warm call was checked again")
+
+    monkeypatch.setattr("tilewise.dense.api.check_call", refuse)
+    out = tw.attention(*x, backend="hopper")
+    assert names(launches) == [FORWARD] * 2
+    # All but the tensors is what it was.
+    assert launches[1][2][-3] == cold[-3] and launches[1][2][-1] == cold[-1]
+    torch.autograd.grad(out, x, torch.zeros_like(out))
+    assert all("_bwd_" in name for name in names(launches)[2:])
+
+
+def test_backends_are_kept_apart(launches: Records) -> None:
+    x = qkv()
+    for backend in ("hopper", "triton", "hopper", "triton"):
+        tw.attention(*x, backend=backend)
+    assert len(warm._kept) == 2
+    assert [name == FORWARD for name in names(launches)] == [True, False] * 2
+
+
+@pytest.mark.parametrize(("B", "M", "N"), [(0, 5, 7), (2, 0, 7), (0, 0, 0)])
+def test_nothing_to_do_launches_nothing(B: int, M: int, N: int, launches: Records) -> None:
+    out, lse = tw.attention_partial(*qkv(B, M, N), backend="hopper")
+    assert not launches
+    assert out.shape == (B, M, 4, 64) and lse.shape == (B, 4, M)
+
+
+def test_no_keys_still_make_rows(launches: Records) -> None:
+    tw.attention_partial(*qkv(N=0), backend="hopper")
+    ((name, grid, arguments),) = launches
+    assert name == FORWARD and grid == (8, 1, 1)
+    # A descriptor of one row that the call does not count.
+    assert arguments[1].shape == [2, 2, 1, 64]
+
+
+def test_what_tma_cannot_describe_is_copied(launches: Records) -> None:
+    q, k, v = (x.detach() for x in qkv(D=60))
+    tw.attention(q, k[:1].expand(2, -1, -1, -1), v, backend="hopper")
+    descriptors = launches[0][2][:4]
+    for descriptor in descriptors:
+        assert descriptor.strides[-1] == 1 and descriptor.shape[-1] == 64
+        assert all(stride > 0 and stride % 8 == 0 for stride in descriptor.strides[:-1])
+        assert descriptor.base.data_ptr() % 16 == 0
+
+
+def test_other_dtypes_leave_without_a_descriptor(launches: Records) -> None:
+    x = qkv()
+    for dtype in (torch.bfloat16, torch.float32):
+        tw.attention_partial(*x, backend="hopper", out_dtype=dtype)
+    staged, direct = (arguments for _, _, arguments in launches)
+    assert staged[3] is not None and direct[3] is None
+    assert direct[4].ptr.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("D", "E"), [(1, 256), (64, 64), (65, 17), (129, 128), (256, 1)])
+def test_tiles_cover_head_dims(D: int, E: int, launches: Records) -> None:
+    q, k, _ = qkv(D=D)
+    tw.attention(q, k, torch.zeros(2, 7, 2, E, dtype=torch.bfloat16), backend="hopper")
+    build = launches[0][2][-1]
+    for dim, tile in ((D, build.dim), (E, build.value_dim)):
+        assert dim <= tile and tile in (64, 128, 256)

@@ -1,0 +1,49 @@
+"""The example trains the same model on any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import train_long
+from tests.parallel import jobs
+from tests.parallel.ranks import RANKS
+from tilewise.core.tolerance import assert_within_budget
+
+SETTINGS = train_long.Settings(length=96, steps=10, width=32)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[torch.dtype, torch.Tensor]:
+    text = train_long.read_text([])
+    return {
+        dtype: torch.tensor(
+            train_long.train(text, dataclasses.replace(SETTINGS, dtype=dtype)), dtype=torch.float64
+        )
+        for dtype in (torch.float32, torch.float64)
+    }
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "ring"), (3, "all_gather"), (4, "ulysses")])
+def test_the_loss_curve_is_that_of_one_rank(
+    one_rank: dict[torch.dtype, torch.Tensor], ranks: int, schedule: str
+) -> None:
+    settings = dataclasses.replace(SETTINGS, schedule=schedule)
+    found = RANKS.run(ranks, jobs.example, ranks, train_long.read_text([]), settings)
+    assert all(curve == found[0] for curve in found)
+    exact, eager = one_rank[torch.float64], one_rank[torch.float32]
+    assert_within_budget(torch.tensor(found[0]), exact, eager, name="loss curve")
+    assert float(exact[-1]) < 0.9 * float(exact[0])
+
+
+def test_a_curve_that_differs_is_found() -> None:
+    text = train_long.read_text([ROOT / "README.md"])
+    settings = dataclasses.replace(SETTINGS, steps=2)
+    losses = train_long.train(text, settings)
+    train_long.compare(losses, text, settings)
+    with pytest.raises(AssertionError, match="loss curve"):
+        train_long.compare([losses[0], losses[1] * 1.001], text, settings)

@@ -1,0 +1,104 @@
+"""Compile what the hopper tests need, several at once: `python -m tests.gpu.hopper_variants NAME`.
+
+A process compiles one kernel after the other, seconds each; Triton's cache on disk serves the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+import tilewise as tw
+
+_BF16, _FP16 = torch.bfloat16, torch.float16
+
+
+def _call(
+    D: int, dtype: torch.dtype = _BF16, *, E: int | None = None, with_mask: Any = None,
+    terms: tuple[str, ...] = (), **options: Any,
+) -> Callable[[], Any]:  # fmt: skip
+    """with_mask: makes one on the GPU. terms: names of those that are tensors of heads."""
+
+    def call() -> Any:
+        shapes = ((1, 65, 2, D), (1, 65, 2, D), (1, 65, 2, E or D))
+        q, k, v = (torch.zeros(shape, dtype=dtype, device="cuda") for shape in shapes)
+        made: dict[str, Any] = {name: torch.zeros(2, device="cuda") for name in terms}
+        if with_mask is not None:
+            made["mask"] = with_mask()
+        return tw.attention_partial(q, k, v, backend="hopper", **made, **options)
+
+    return call
+
+
+def _padding() -> tw.Mask:
+    return tw.causal() & tw.key_padding(torch.tensor([3], device="cuda"))
+
+
+def _packed(D: int, mask: tw.Mask, **options: Any) -> Callable[[], Any]:
+    def call() -> Any:
+        q, k, v = (torch.zeros(70, 2, D, dtype=_BF16, device="cuda") for _ in "qkv")
+        cu_seqlens = torch.tensor([0, 3, 70], dtype=torch.int32, device="cuda")
+        return tw.attention_varlen_partial(
+            q, k, v, cu_seqlens_q=cu_seqlens, mask=mask, backend="hopper", **options
+        )
+
+    return call
+
+
+def _documents() -> tw.Mask:
+    return tw.causal() & tw.documents(torch.tensor([0, 3, 65], device="cuda", dtype=torch.int32))
+
+
+def _backward() -> None:
+    q, k, v = (
+        torch.zeros(1, 300, 2, 64, dtype=_BF16, device="cuda", requires_grad=True) for _ in "qkv"
+    )
+    tw.attention(q, k, v, backend="hopper").sum().backward()
+
+
+VARIANTS: dict[str, Callable[[], Any]] = {
+    **{f"bf16 {D}": _call(D) for D in (64, 128, 256)},
+    **{f"fp16 {D}": _call(D, _FP16) for D in (64, 128)},
+    **{f"window {D}": _call(D, mask=tw.window(9, 0)) for D in (64, 128, 256)},
+    **{f"E {E}": _call(D, E=E) for D, E in ((64, 128), (192, 128), (96, 256))},
+    **{f"padding {D}": _call(D, with_mask=_padding) for D in (64, 128)},
+    **{f"packed {D}": _packed(D, tw.causal()) for D in (64, 128, 256)},
+    **{f"packed window {D}": _packed(D, tw.window(9, 3)) for D in (64, 128, 256)},
+    "packed fp32": _packed(128, tw.full(), out_dtype=torch.float32),
+    "documents": _call(64, with_mask=_documents),
+    "sinks 64": _call(64, terms=("sinks",)),
+    "sinks": _call(128, terms=("sinks",)),
+    "softcap": _call(128, softcap=5.0),
+    "ALiBi": _call(128, terms=("alibi_slopes",)),
+    "scale below 0": _call(128, scale=-0.2),
+    **{
+        f"terms {D} {dtype}": _call(D, dtype, terms=("alibi_slopes", "sinks"), softcap=5.0)
+        for D, dtype in ((64, _BF16), (128, _BF16), (256, _BF16), (128, _FP16))
+    },
+    "fp32 out": _call(128, out_dtype=torch.float32),
+    "backward": _backward,
+}
+
+
+def compile_all() -> None:
+    """Everything, in processes of their own."""
+
+    def run(name: str) -> str:
+        command = [sys.executable, "-m", "tests.gpu.hopper_variants", name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        return f"{name}: {done.stderr[-2000:]}" if done.returncode else ""
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        failed = [problem for problem in pool.map(run, VARIANTS) if problem]
+    assert not failed, "\n".join(failed)
+
+
+if __name__ == "__main__":
+    VARIANTS[sys.argv[1]]()
+    torch.cuda.synchronize()

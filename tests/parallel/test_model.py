@@ -1,0 +1,72 @@
+"""The arithmetic of the plan table, at the points where it is plain."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilewise.parallel import volumes
+from tilewise.parallel.model import H200, Machine, Prediction, flops_of, plan_table, predict
+from tilewise.parallel.volumes import Shape
+
+SHAPE = Shape(1, 65536, 32, 8, 128, 128, 2)
+FREE = Machine("no cost to send", 1e12, 1e12, float("inf"), float("inf"), 0.0)
+SLOW = Machine("no cost to compute", float("inf"), float("inf"), 1e9, 1e8, 1e-3)
+NAMES = ("ring", "all_gather", "ulysses", "usp")
+
+
+def of(name: str, machine: Machine, ranks: int = 8) -> Prediction:
+    return predict(name, SHAPE, ranks, machine, inner=2)
+
+
+def same(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-9 * max(abs(a), abs(b))
+
+
+def test_flops_are_counted_by_hand() -> None:
+    assert flops_of(Shape(2, 3, 5, 1, 7, 7), is_causal=False) == 4 * 2 * 5 * 3 * 3 * 7
+    assert flops_of(SHAPE) == 2 * 32 * 65536**2 * 128
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_free_links_leave_the_rate_of_one_gpu(name: str) -> None:
+    found = of(name, FREE)
+    assert found.efficiency == 1.0
+    assert same(found.tflops, 1.0)
+    assert same(found.compute_s, 3.5 * flops_of(SHAPE) / 8 / 1e12)
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_one_rank_sends_nothing(name: str) -> None:
+    found = of(name, SLOW, 1)
+    assert (found.received, found.exposed_s) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_compute_every_byte_is_exposed(name: str) -> None:
+    """Then the time is the bytes over the link, and a latency a message."""
+    found = of(name, SLOW)
+    messages = {"ring": 7 + 7 + 1, "all_gather": 4 + 4 + 4, "ulysses": 4, "usp": 4 + 3 + 3 + 1}
+    assert same(found.exposed_s, found.received / 1e9 + messages[name] * 1e-3)
+
+
+def test_a_ring_hides_what_is_shorter_than_a_step() -> None:
+    machine = Machine("even", 1e12, 1e12, 1e12, 1e12, 0.0)
+    found = of("ring", machine)
+    volume = volumes.ring(SHAPE, 8)
+    assert found.exposed_s == (volume.backward - volume.forward) / 7 / 1e12
+
+
+def test_beyond_a_node_the_slow_link_counts() -> None:
+    near, far = (of("ulysses", SLOW, ranks) for ranks in (8, 16))
+    assert far.exposed_s > 2 * near.exposed_s > 0
+    assert far.received < near.received
+
+
+def test_the_table_has_every_size() -> None:
+    rows = plan_table(SHAPE._replace(S=8192))
+    sizes = sorted({row.ranks for row in rows})
+    assert sizes == [8, 16, 32, 64, 128, 256, 512, 1024]
+    assert {row.schedule for row in rows if row.ranks == 8} == {"ring", "all_gather", "ulysses"}
+    assert {row.schedule for row in rows if row.ranks == 1024} == {"ring", "all_gather", "usp"}
+    assert all(0 < row.efficiency <= 1 for row in rows)
+    assert all(row.tflops <= H200.forward_flops / 1e12 for row in rows)

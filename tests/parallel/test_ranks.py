@@ -1,0 +1,275 @@
+"""What holds between ranks: bytes counted, disagreement told, failures that end, PyTorch's ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tests.parallel import jobs
+from tests.parallel.over_ranks import Way
+from tests.parallel.ranks import RANKS, WORLD, RankError
+from tilewise.core.tolerance import assert_within_budget
+from tilewise.parallel import contiguous, striped, volumes, zigzag
+from tilewise.parallel.volumes import Shape
+
+S = 48
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+@pytest.mark.parametrize("schedule", ("ring", "all_gather", "ulysses"))
+def test_bytes_received_are_those_of_the_formula(schedule: str, ranks: int) -> None:
+    heads = (12, 12) if schedule == "ulysses" else (4, 2)
+    way = Way(schedule, zigzag(S, ranks))
+    found = RANKS.run(ranks, jobs.traffic, way, jobs.qkv(S, heads), tw.full())
+    volume = getattr(volumes, schedule)(Shape(1, S, *heads, 8, 8, 4), ranks)
+    for forward, backward in found:
+        assert (sum(forward.values()), sum(backward.values())) == (volume.forward, volume.backward)
+
+
+@pytest.mark.parametrize("mesh", ((2, 2), (2, 4), (4, 2)))
+def test_bytes_of_two_dims(mesh: tuple[int, int]) -> None:
+    way = Way("usp", zigzag(64, mesh[0] * mesh[1]), mesh)
+    found = RANKS.run(mesh[0] * mesh[1], jobs.traffic, way, jobs.qkv(64, (8, 4)), tw.full())
+    volume = volumes.usp(Shape(1, 64, 8, 4, 8, 8, 4), *mesh)
+    for forward, backward in found:
+        assert (sum(forward.values()), sum(backward.values())) == (volume.forward, volume.backward)
+
+
+def test_kv_heads_that_several_ranks_need_count() -> None:
+    way = Way("ulysses", zigzag(64, 8))
+    found = RANKS.run(8, jobs.traffic, way, jobs.qkv(64, (8, 2)), tw.full())
+    volume = volumes.ulysses(Shape(1, 64, 8, 2, 8, 8, 4), 8)
+    for forward, backward in found:
+        assert (sum(forward.values()), sum(backward.values())) == (volume.forward, volume.backward)
+
+
+def test_a_window_stops_the_ring_early() -> None:
+    """Keys more than one shard away are seen by nobody, so they do not travel."""
+    tensors, way = jobs.qkv(S), Way("ring", contiguous(S, 4))
+    near = RANKS.run(4, jobs.traffic, way, tensors, tw.window(S // 4, 0))
+    far = RANKS.run(4, jobs.traffic, way, tensors, tw.causal())
+    documents = tw.documents([0, 12, 24, 36, 48])
+    alone = RANKS.run(4, jobs.traffic, way, tensors, documents)
+    for (one, _), (three, _), (none, back) in zip(near, far, alone, strict=True):
+        assert one["kv"] * 3 == three["kv"]
+        assert none == back == {}
+
+
+# ---------------------------------------------------------------- memory
+
+
+def peak(schedule: str, ranks: int, own: int) -> int:
+    """The most that any rank held, with `own` tokens on each."""
+    way = Way(schedule, zigzag(own * ranks, ranks))
+    return max(RANKS.run(ranks, jobs.weighed, way, jobs.qkv(own * ranks)))
+
+
+def test_memory_of_a_ring_is_that_of_a_rank_s_share() -> None:
+    """With as many tokens on each rank, eight ranks hold no more each than three."""
+    few, many = peak("ring", 3, 512), peak("ring", 8, 512)
+    assert many <= 1.02 * few
+    assert peak("ring", 3, 1024) > few
+    # While a gather holds the keys of all.
+    assert peak("all_gather", 8, 512) > peak("all_gather", 3, 512)
+
+
+# ---------------------------------------------------------------- disagreement
+
+
+DIFFERENCES = {
+    "mask": "mask",
+    "mask tensors": "mask",
+    "schedule": "schedule",
+    "scale": "scale",
+    "dtype": "q",
+    "heads": "q",
+    "layout": "layout",
+    "gradient": "q",
+    "sinks": "sinks",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_disagree_are_told_so(what: str) -> None:
+    """At its first use, on every rank, with both sides of it."""
+    way = Way("ring", zigzag(8, 3))
+    with pytest.raises(
+        RankError, match=f"ranks disagree on {DIFFERENCES[what]}: rank 0 has"
+    ) as caught:
+        RANKS.run(3, jobs.differing, way, what)
+    assert caught.value.kinds == dict.fromkeys(range(3), "ValueError")
+
+
+def test_one_rank_s_mistake_is_told_to_all() -> None:
+    with pytest.raises(RankError, match="rank 1 of this call failed") as caught:
+        RANKS.run(3, jobs.differing, Way("ring", zigzag(9, 3)), "length")
+    assert caught.value.kinds == {0: "RuntimeError", 1: "ValueError", 2: "RuntimeError"}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"layout": zigzag(12, 4)}, "ValueError", "the layout is for 4 ranks"),
+        ({"layout": None}, "ValueError", "layout must be a Layout"),
+        ({"schedule": "rings"}, "ValueError", "schedule must be one of"),
+        ({"schedule": "usp"}, "ValueError", "needs a 2-D mesh"),
+        ({"backend": "reference"}, "NotImplementedError", "backend='tiled'"),
+        ({"mask": torch.ones(3)}, "ValueError", "must be a tilewise Mask"),
+        ({"bias": torch.zeros(3, 5)}, "ValueError", "bias must broadcast"),
+        ({"schedule": "ulysses", "bias": torch.zeros(4, 12)}, "NotImplementedError", "bias"),
+        ({"dropout_p": 1.5}, "ValueError", "dropout_p"),
+        ({"mask": tw.key_padding([1, 2])}, "ValueError", "entries"),
+    ],
+)
+def test_a_wrong_call_is_refused_on_every_rank(
+    options: dict[str, Any], kind: str, words: str
+) -> None:
+    with pytest.raises(RankError, match=words) as caught:
+        RANKS.run(3, jobs.fails, Way("ring", zigzag(12, 3)), options)
+    assert caught.value.kinds == dict.fromkeys(range(3), kind)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mesh": (2, 2)}, "takes a mesh or a group, got both"),
+        ({"mesh": (2, 2), "group": None}, "needs a 1-D mesh or a group, got 2-D"),
+    ],
+)
+def test_a_mesh_that_does_not_fit(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RankError, match=words) as caught:
+        RANKS.run(4, jobs.fails, Way("ring", zigzag(12, 4)), options)
+    assert caught.value.kinds == dict.fromkeys(range(4), "ValueError")
+
+
+def test_a_group_made_anew_is_another() -> None:
+    found = RANKS.run(WORLD, jobs.anew, Way("ring", zigzag(12, 2)))
+    for first, second in found[:2]:
+        assert torch.equal(first, second)
+
+
+def test_dropout_wants_heads_that_divide() -> None:
+    way = Way("ulysses", zigzag(12, 3))
+    with pytest.raises(RankError, match="dropout counts heads") as caught:
+        RANKS.run(3, jobs.fails, way, {"dropout_p": 0.1}, (4, 4))
+    assert caught.value.kinds == dict.fromkeys(range(3), "NotImplementedError")
+
+
+def test_stripes_refuse_what_counts_by_position() -> None:
+    way = Way("ring", striped(256, 3))
+    with pytest.raises(RankError, match="use a zigzag or contiguous layout") as caught:
+        RANKS.run(3, jobs.fails, way, {"alibi_slopes": torch.ones(4)})
+    assert caught.value.kinds == dict.fromkeys(range(3), "NotImplementedError")
+
+
+def test_no_process_group_is_said() -> None:
+    with pytest.raises(ValueError, match="call init_process_group first"):
+        tw.context_parallel_attention(*jobs.qkv(4).values(), layout=zigzag(4, 1))
+
+
+def test_what_is_prepared_ahead_is_not_asked_again() -> None:
+    """One agreement a mask, however many layers and steps it serves."""
+    found = RANKS.run(3, jobs.prepared_ahead, Way("ring", zigzag(30, 3)))
+    assert found == [[1, 0, 1]] * 3
+
+
+def test_a_lost_rank_does_not_keep_the_others() -> None:
+    """They wait for as long as the process group says."""
+    found = RANKS.run(WORLD, jobs.deserted, Way("ring", zigzag(8, 2)), 4.0)
+    assert found[:2] == ["told in time", "lost"]
+
+
+# ---------------------------------------------------------------- PyTorch's ways
+
+
+@pytest.mark.parametrize("how", ("plain", "compile", "checkpoint", "fsdp"))
+def test_a_block_of_a_model(how: str) -> None:
+    """Parameter gradients, summed over ranks, are those of one rank."""
+    layout, x = zigzag(S, 3), torch.randn(1, S, 32)
+
+    def gradients(dtype: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(0)
+        block = jobs.Block({}).to(dtype)
+        q, k, v = block.project(x.to(dtype)).unflatten(-1, (3, 4, -1)).unbind(2)
+        mixed = tw.attention(q, k, v, mask=tw.causal(), sinks=block.sinks)
+        y = x.to(dtype) + block.out(torch.relu(mixed.flatten(2)))
+        return list(torch.autograd.grad(y.square().sum(), list(block.parameters())))
+
+    exact, eager = gradients(torch.float64), gradients(torch.float32)
+    for found in RANKS.run(3, jobs.block_gradients, layout, x, how):
+        for got, want, plain in zip(found, exact, eager, strict=True):
+            assert_within_budget(got, want, plain, name=how)
+
+
+def test_autocast_casts_as_it_does_on_one_rank() -> None:
+    tensors, layout = jobs.qkv(S), zigzag(S, 2)
+    found = layout.join(RANKS.run(2, jobs.under_autocast, layout, tensors))
+    assert found.dtype == torch.bfloat16
+    narrow = [x.bfloat16() for x in tensors.values()]
+    exact = tw.attention(*(x.double() for x in narrow), backend="reference")
+    assert_within_budget(found, exact, tw.attention(*narrow))
+
+
+def test_beside_tensor_parallelism() -> None:
+    x = torch.zeros(1, S, 1)
+    tensors = jobs.qkv(S)
+    exact = tw.attention(*(t.double() for t in tensors.values()), mask=tw.causal())
+    eager = tw.attention(*tensors.values(), mask=tw.causal())
+    for found in RANKS.run(4, jobs.two_meshes, x):
+        assert_within_budget(found, exact, eager)
+
+
+@pytest.mark.parametrize("ranks", (1, 3, 4))
+def test_unshard_and_its_gradient(ranks: int) -> None:
+    layout, x = zigzag(29, ranks), torch.randn(2, 29, 3, dtype=torch.float64)
+    weights = [torch.randn_like(x) for _ in range(ranks)]
+    found = RANKS.run(ranks, jobs.unsharded, layout, x, weights)
+    total = torch.stack(weights).sum(0)
+    for rank, (whole, grad) in enumerate(found):
+        assert torch.equal(whole, x)
+        exact = layout.shard(total, rank)
+        assert_within_budget(grad, exact, exact.float())
+
+
+# ---------------------------------------------------------------- the choice of a schedule
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "mesh", "name"),
+    [
+        (2, (4, 2), None, "all_gather"),
+        (8, (8, 8), None, "ulysses"),
+        (4, (4, 4), (2, 2), "usp"),
+        (1, (4, 2), None, "all_gather"),
+    ],
+)
+def test_auto_decides_by_bytes_and_says_why(
+    ranks: int, heads: tuple[int, int], mesh: Any, name: str
+) -> None:
+    found = RANKS.run(ranks, jobs.explained, ranks, S, heads, mesh)
+    for choice, reason, rejected, received, _ in found:
+        assert choice == name
+        assert reason
+        assert name not in rejected
+        if name == "ulysses":
+            assert received["ulysses"] < received["all_gather"]
+
+
+def test_many_ranks_ring() -> None:
+    from tilewise.parallel.choice import choose
+
+    shape = Shape(1, 1 << 20, 32, 8, 128, 128, 2)
+    found = choose("auto", shape, (4,), has_grad=False, why_not_ulysses="")
+    assert found.name == "all_gather" and "moves more bytes" in found.rejected["ulysses"]
+    # Gradients of keys travel in fp32, those of heads in the inputs' dtype.
+    assert choose("auto", shape, (4,), has_grad=True, why_not_ulysses="").name == "ulysses"
+    found = choose("auto", shape, (16,), has_grad=True, why_not_ulysses="a reason")
+    assert found.name == "ring" and found.rejected["ulysses"] == "a reason"
+    assert "ring receives" in str(found)

@@ -1,0 +1,182 @@
+"""The hopper forward's host side: descriptors, the counter of tiles, the launch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.mask import UNBOUNDED
+from ..kernels.gluon import TensorDescriptor, gl
+from ..kernels.launch import compiler_options
+from ..kernels.structs import Operand, Statistics, code
+from . import hopper_forward, hopper_producer
+from .hopper_config import ForwardConfig, forward_config, tile_dim
+from .hopper_producer import HopperBuild, SpanBuild, Tickets
+from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
+from .triton_placement import DOCUMENTS, PACKED
+
+_ROWS = hopper_producer.ROWS.value
+_KERNEL = hopper_forward._attention_fwd_hopper_kernel
+# Keys and values that heads which run together may take of the L2 cache.
+_L2_BYTES = 32 << 20
+
+
+class Forward:
+    """A forward made ready: everything but the tensors; see `triton_forward.Forward`."""
+
+    def __init__(self, call: TritonCall, out_dtype: torch.dtype, **overrides: Any) -> None:
+        self.call, self._dtype = call, out_dtype
+        q = call.tensors[0]
+        (B, M, H, D), self._E = q.shape, call.piece.v.shape[-1]
+        dims = tile_dim(D), tile_dim(self._E)
+        config = forward_config(*dims, q.dtype)._replace(**overrides)
+        self._is_staged = out_dtype == q.dtype
+        self._config = config
+        plan = call.plan_rows(config.launch)
+        self._call = plan.call
+        self._n_tiles = plan.n_programs
+        E = padded_dim(self._E)
+        self._out_shape, self._lse_shape = (B, M, H, E), (B, H, M)
+        self._out_strides = M * H * E, H * E, E
+        self._build = _build(call, config, dims, self._is_staged)
+        band = call.band
+        is_uneven = band is not None and (band.left < UNBOUNDED or band.right < UNBOUNDED)
+        kv_bytes = max(1, call.N) * sum(dims) * q.element_size() * call.G // H or 1
+        n_heads = H if call.place_kind in (PACKED, DOCUMENTS) else B * H
+        together = max(1, min(n_heads, _L2_BYTES // kv_bytes)) if is_uneven else 1
+        self._tickets = code(self._n_tiles), code(n_heads), code(together)
+        self._layouts = _layout(dims[0]), _layout(dims[1])
+        self._blocks = [1, 1, _ROWS, dims[0]], [1, 1, config.launch.block_n, dims[0]]
+        self._value_blocks = [1, 1, config.launch.block_n, dims[1]], [1, 1, _ROWS, dims[1]]
+
+    def options(self) -> dict[str, Any]:
+        return compiler_options(self._config.launch)
+
+    def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Any, ...], Tensor, Tensor]:
+        """Of the kernel; and out and lse, which they hold."""
+        q, k, v = (_spread(align_rows(x)) for x in (q, _one_key(k), _one_key(v)))
+        out = q.new_empty(self._out_shape, dtype=self._dtype)
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        (q_block, k_block), (v_block, out_block) = self._blocks, self._value_blocks
+        layout, value_layout = self._layouts
+        H, M = self._lse_shape[1:]
+        arguments = (
+            _descriptor(q, q_block, layout),
+            _descriptor(k, k_block, layout),
+            _descriptor(v, v_block, value_layout),
+            _descriptor(out, out_block, value_layout) if self._is_staged else None,
+            Operand(out, *self._out_strides),
+            Statistics(lse, code(H * M), code(M)),
+            self._call,
+            Tickets(_counter(q.device), *self._tickets),
+            self._build,
+        )
+        return arguments, out, lse
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if 0 in self._lse_shape:
+            out = q.new_empty((*self._out_shape[:3], self._E), dtype=self._dtype)
+            return out, q.new_empty(self._lse_shape, dtype=torch.float32)
+        arguments, out, lse = self.arguments(q, k, v)
+        grid = (min(self._n_tiles, _multiprocessors(q.device)), 1, 1)
+        self.call.launch(_KERNEL, grid, self._config.launch, arguments)
+        return cut_rows(out, self._E), lse
+
+
+def _build(
+    call: TritonCall, config: ForwardConfig, dims: tuple[int, int], is_staged: bool
+) -> HopperBuild:
+    band = call.band
+    assert band is not None
+    has_start = band.left < UNBOUNDED or band.lows is not None
+    limit = 2.0**config.log2_limit
+    block_m, block_n = config.launch[:2]
+    return HopperBuild(
+        *dims,
+        call.place_kind,
+        SpanBuild(call.mask_kind, block_m, block_n),
+        SpanBuild(call.mask_kind, _ROWS, block_n),
+        has_start,
+        call.is_folded,
+        call.piece.terms.softcap is not None,
+        call.piece.terms.alibi_slopes is not None,
+        config.n_consumers,
+        config.k_slots,
+        config.v_slots,
+        config.takes_turns,
+        config.is_early,
+        is_staged,
+        config.shares_q and is_staged,
+        config.room,
+        _f32(config.log2_limit),
+        limit,
+        config.registers,
+    )
+
+
+def _f32(log2: int) -> str:
+    """2^log2 as PTX writes it."""
+    return f"0f{(log2 + 127) << 23:08x}"
+
+
+@lru_cache
+def _layout(dim: int) -> Any:
+    return gl.NVMMASharedLayout(min(2 * dim, 128), 16, rank=4)
+
+
+def _one_key(x: Tensor) -> Tensor:
+    """x, or one key that nobody sees: a descriptor has no dim of 0."""
+    return x if x.shape[1] else x.new_zeros((x.shape[0], 1, *x.shape[2:]))
+
+
+def _spread(x: Tensor) -> Tensor:
+    """x, or a copy where it repeats itself in memory: a TMA descriptor has no stride of 0."""
+    repeats = any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if repeats else x
+
+
+def _descriptor(x: Tensor, block: list[int], layout: Any) -> Any:
+    """Of `[B, M, H, D]`, with coordinates (batch, head, row, column)."""
+    B, M, H, D = x.shape
+    # The stride of a dim of one may be anything, also what no descriptor takes.
+    b, m, h = (s if n > 1 else D for n, s in zip(x.shape[:3], x.stride(), strict=False))
+    return TensorDescriptor(x, [B, H, M, D], [b, h, m, 1], block, layout)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+# Of a device and stream; of a device, those that graphs may still take, and all of them: a graph
+# holds no reference to what it writes.
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+_spare: dict[torch.device, list[Tensor]] = {}
+_all_spare: dict[torch.device, Tensor] = {}
+# Launches that graphs of a device may hold before each of the others zeroes a counter of its own.
+_MOST_SPARE = 4096
+
+
+def _counter(device: torch.device) -> Tensor:
+    """Two zeros that no other launch uses until this one has left them 0 again.
+
+    Launches of one stream follow each other and share one. A captured launch may run beside any
+    other, so it keeps its own for good.
+    """
+    if device.type != "cuda":
+        return torch.zeros(4, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        spare = _spare.get(device)
+        return spare.pop() if spare else torch.zeros(4, dtype=torch.int32, device=device)
+    if device not in _spare:
+        # Rows of 16 bytes, so that Triton compiles one kernel for all.
+        rows = torch.zeros(_MOST_SPARE, 4, dtype=torch.int32, device=device)
+        _spare[device], _all_spare[device] = list(rows.unbind()), rows
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(4, dtype=torch.int32, device=device)
+    return found

@@ -1,0 +1,53 @@
+"""How the hopper kernels are built, by table: dtype and head dims; never by length."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.launch import Config
+
+
+class ForwardConfig(NamedTuple):
+    """See `hopper_forward.HopperBuild`. launch: tile sizes, and what the compiler is told."""
+
+    launch: Config
+    n_consumers: int
+    k_slots: int
+    v_slots: int
+    takes_turns: bool
+    is_early: bool
+    shares_q: bool
+    room: float
+    log2_limit: int
+    registers: tuple[int, int]
+
+
+# Registers at launch, of consumers and of the producer: 65536 in all, by warp groups.
+_TWO, _THREE = (168, (232, 40)), (128, (160, 32))
+
+
+def tile_dim(dim: int) -> int:
+    """Of a head dim, the columns of its tiles: TMA fills up with zeros."""
+    return next(width for width in (64, 128, 256) if dim <= width)
+
+
+def forward_config(dim: int, value_dim: int, dtype: torch.dtype) -> ForwardConfig:
+    """dim, value_dim: head dims as tiles hold them."""
+    # Sums of bf16 P have an exponent's whole range. Those of fp16 P stay below 2^16.
+    room, log2_limit = (30.0, 40) if dtype == torch.bfloat16 else (0.0, 15)
+    width, shares_q = max(dim, value_dim), dim == value_dim
+    if width <= 64:
+        most, registers = _THREE
+        return ForwardConfig(
+            Config(192, 128, 4, 1, most), 3, 3, 3, True, True, False, room, log2_limit, registers
+        )
+    most, registers = _TWO
+    if width <= 128:
+        return ForwardConfig(
+            Config(128, 128, 4, 1, most), 2, 2, 2, True, False, False, room, log2_limit, registers
+        )
+    return ForwardConfig(
+        Config(128, 64, 4, 1, most), 2, 2, 2, True, False, shares_q, room, log2_limit, registers
+    )

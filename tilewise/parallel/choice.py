@@ -1,0 +1,84 @@
+"""Which schedule a call runs on, and why not another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .volumes import Shape, all_gather, ring, ulysses
+
+SCHEDULES = ("ring", "all_gather", "ulysses", "usp")
+# Within a node, gathering is as cheap as passing on, and needs no merges.
+_MOST_GATHERED = 8
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """Which schedule runs a call, why, why the others do not, and the bytes each would move.
+
+    received: bytes a rank receives by schedule, forward and backward together where there are
+    gradients; with even shards.
+    """
+
+    name: str
+    reason: str
+    rejected: dict[str, str] = field(default_factory=dict)
+    received: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.reason}"]
+        lines += [f"not {name}: {why}" for name, why in self.rejected.items()]
+        lines += [f"{name} receives {size / 1e6:,.3f} MB" for name, size in self.received.items()]
+        return "\n".join(lines)
+
+
+def choose(
+    schedule: str, shape: Shape, sizes: tuple[int, ...], *, has_grad: bool, why_not_ulysses: str
+) -> ScheduleChoice:
+    """The schedule of a call.
+
+    Args:
+        schedule: "auto" or a name. sizes: of the mesh, outer first. why_not_ulysses: why heads
+            cannot be traded, as a clause; empty where they can.
+    Raises: ValueError for a name that there is not or that does not fit the mesh,
+        NotImplementedError where the named one cannot.
+    """
+    op = "context_parallel_attention"
+    if schedule not in ("auto", *SCHEDULES):
+        raise ValueError(
+            f"{op}: schedule must be one of {', '.join(('auto', *SCHEDULES))}, got {schedule!r}."
+        )
+    ranks = sizes[-1]
+    volumes = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses}
+    found = {name: volume(shape, ranks) for name, volume in volumes.items()}
+    received = {name: x.total if has_grad else x.forward for name, x in found.items()}
+    if len(sizes) == 2 or schedule == "usp":
+        if len(sizes) != 2:
+            raise ValueError(
+                f"{op}: schedule 'usp' needs a 2-D mesh, ring outside, Ulysses inside."
+            )
+        if schedule not in ("auto", "usp"):
+            raise ValueError(f"{op}: schedule {schedule!r} needs a 1-D mesh or a group, got 2-D.")
+        if why_not_ulysses:
+            raise NotImplementedError(f"{op}: schedule 'usp' cannot run: {why_not_ulysses}.")
+        return ScheduleChoice("usp", "the mesh is 2-D: Ulysses inside, a ring outside")
+    if schedule == "ulysses" and why_not_ulysses:
+        raise NotImplementedError(f"{op}: schedule 'ulysses' cannot run: {why_not_ulysses}.")
+    if schedule != "auto":
+        return ScheduleChoice(schedule, "named by the caller", {}, received)
+    gathers = "all_gather" if ranks <= _MOST_GATHERED else "ring"
+    rejected = {
+        "all_gather": f"it holds the keys of {ranks} ranks (more than {_MOST_GATHERED}) at a time",
+        "ring": f"with at most {_MOST_GATHERED} ranks one gather has fewer launches and no merges",
+        "usp": "it needs a 2-D mesh",
+    }
+    if not why_not_ulysses and received["ulysses"] < received[gathers]:
+        reason = f"trading heads moves fewer bytes than keys do, at {shape.H}:{shape.G} heads"
+        rejected |= dict.fromkeys(("ring", "all_gather"), "it moves more bytes")
+        return ScheduleChoice("ulysses", f"{reason} over {ranks} ranks", rejected, received)
+    rejected["ulysses"] = why_not_ulysses or "it moves more bytes"
+    reason = {
+        "all_gather": "keys and values are gathered a few heads at a time",
+        "ring": "keys and values go round, O(S / R) memory",
+    }[gathers]
+    del rejected[gathers]
+    return ScheduleChoice(gathers, reason, rejected, received)

@@ -1,0 +1,64 @@
+"""A sequence put together again from all ranks, on every rank, with its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import Link, Pending
+from .layout import Layout
+from .prepare import links_of
+
+
+@torch.compiler.disable
+def unshard(
+    x: Tensor, layout: Layout, *, mesh: Any = None, group: Any = None, dim: int = 1
+) -> Tensor:
+    """The whole sequence from the shards that the ranks hold; the inverse of `layout.shard`.
+
+    Args:
+        x: this rank's tokens along `dim`. mesh: of one dim.
+    Returns: S tokens along `dim`, the same on every rank. Its gradient is summed over ranks: each
+        rank's loss counts.
+    Raises: ValueError where x does not hold this rank's tokens.
+    Cost: receives the others' shards, each as long as the longest.
+    """
+    (link,) = links_of(mesh, group)
+    own = layout.lengths[link.rank]
+    if layout.ranks != link.ranks or x.shape[dim] != own:
+        raise ValueError(
+            f"unshard: rank {link.rank} of {layout.ranks} holds {own} tokens, got {list(x.shape)} "
+            f"along dim {dim}, and {link.ranks} ranks."
+        )
+    run: Any = _Unshard.apply
+    whole: Tensor = run(x.movedim(dim, 0), layout, link)
+    return whole.movedim(0, dim)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, link: Link) -> Tensor:
+        ctx.layout, ctx.link = layout, link
+        padded = x.new_zeros(max(layout.lengths), *x.shape[1:])
+        padded[: x.shape[0]] = x
+        found, pending = padded.unsqueeze(0), Pending([], [])
+        if link.ranks > 1:
+            found, pending = link.all_gather("unshard", padded)
+        pending.wait()
+        return found.flatten(0, 1).index_select(0, layout.order(x.device, padded=True))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        layout, link = ctx.layout, ctx.link
+        parts = [grad.index_select(0, layout.positions(r, grad.device)) for r in range(link.ranks)]
+        own = parts[link.rank]
+        if link.ranks == 1:
+            return own, None, None
+        sizes = [part.numel() for part in parts]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        found, pending = link.all_to_all("unshard", flat, sizes, [own.numel()] * link.ranks)
+        pending.wait()
+        return found.view(link.ranks, *own.shape).sum(0), None, None
