@@ -12,7 +12,13 @@ from torch import Tensor
 
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
 from tilewise.kernels.launch import Config, launch
-from tilewise.kernels.softmax import join_sink, probabilities, softmax_end, softmax_step
+from tilewise.kernels.softmax import (
+    join_sink,
+    probabilities,
+    softmax_end,
+    softmax_step,
+    split_exponent,
+)
 
 from .probes import DEVICE
 
@@ -115,6 +121,22 @@ def test_a_bias_of_the_most_negative_number() -> None:
 
 
 # ---------------------------------------------------------------- sinks
+
+
+@triton.jit
+def _split_kernel(x, mantissa, exponent):
+    at = tl.arange(0, 16)
+    m, e = split_exponent(tl.load(x + at))
+    tl.store(mantissa + at, m)
+    tl.store(exponent + at, e)
+
+
+def test_a_number_and_its_exponent_are_the_number() -> None:
+    x = torch.tensor([1.0, 2.0, 3.5, 0.75, 1e-30, 1e30, 2.0**-126, 1.9999999] * 2)
+    mantissa, exponent = torch.empty(16), torch.empty(16)
+    launch(_split_kernel, (1,), Config(0, 0, 4, 1), (x, mantissa, exponent), DEVICE)
+    assert torch.equal(torch.ldexp(mantissa.double(), exponent.double()), x.double())
+    assert bool(((mantissa >= 1.0) & (mantissa < 2.0)).all())
 
 
 @triton.jit

@@ -52,7 +52,7 @@ from ..kernels.gluon import (
 from ..kernels.masks import key_span
 from ..kernels.placement import PACKED, UNIFORM, sequence_at
 from ..kernels.scores import load_slope
-from ..kernels.softmax import LOG2_E, join_sink, softmax_end
+from ..kernels.softmax import LOG2_E, join_sink, softmax_end, split_exponent
 from ..kernels.tiles import row_base, statistics_base
 from .hopper_producer import (
     ROWS,
@@ -412,7 +412,13 @@ def _finish(
     ROW: gl.constexpr = ref.type.layout
     first = tile * BUILD.tile.block_m + ID * ROWS
     m = first + gl.arange(0, ROWS, layout=ROW)
-    row_lse, factor = softmax_end(ref, gl.convert_layout(gl.sum(sums, 1), ROW), True)
+    total = gl.convert_layout(gl.sum(sums, 1), ROW)
+    is_empty = total == 0.0
+    factor = 1.0 / gl.where(is_empty, 1.0, total)
+    # The reference may be far from the maximum, and the sum as far from 1: their exponents cancel
+    # before anything is rounded, or the backward's P would not add up to 1.
+    mantissa, exponent = split_exponent(gl.where(is_empty, 1.0, total))
+    row_lse, _ = softmax_end(ref + exponent, gl.where(is_empty, 0.0, mantissa), True)
     if call.terms.sinks is not None:
         row_lse, shrink = join_sink(row_lse, gl.load(call.terms.sinks + h).to(gl.float32))
         factor *= shrink

@@ -49,6 +49,14 @@ def softmax_end(row_max, row_sum, IS_FOLDED: tl.constexpr):
 
 
 @triton.jit
+def split_exponent(x):
+    """A normal x > 0 as a number in [1, 2) and the exponent of two beside it, both fp32."""
+    bits = x.to(tl.int32, bitcast=True)
+    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    return mantissa, ((bits >> 23) - 127).to(tl.float32)
+
+
+@triton.jit
 def join_sink(lse, sink):
     """The lse with the sink in it, and what the row's output shrinks by."""
     top = tl.maximum(lse, sink)
