@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .dense.api import attention_varlen as attention_varlen
     from .dense.api import attention_varlen_partial as attention_varlen_partial
     from .dense.api import explain_backend as explain_backend
+    from .integrations.flex_attention import from_block_mask as from_block_mask
     from .parallel.api import context_parallel_attention as context_parallel_attention
     from .parallel.api import (
         context_parallel_attention_partial as context_parallel_attention_partial,
@@ -48,6 +49,7 @@ _HOME = {
     "context_parallel_decode": "parallel.decode",
     "Partial": "core.partials",
     "blocks": "core.mask_bits",
+    "from_block_mask": "integrations.flex_attention",
     "from_function": "core.mask_bits",
     "merge": "core.partials",
     **dict.fromkeys(_LEAVES.split(), "core.mask_leaves"),

@@ -93,56 +93,45 @@ def test_c156_compiled_value_dim_of_its_own() -> None:
     ("case", "shared"),
     [("c237", ()), ("c237", ("k", "v")), ("c239", ())],
 )
-def test_c237_c239_vmap_is_refused_and_folding_serves(
-    case: str, shared: tuple[str, ...], has_mask: bool
-) -> None:
-    """vmap has no rule for the op: it says so, and never computes something else. What it is
-    wanted for is a batch dimension, into which the mapped one folds."""
+def test_c237_c239_vmap_is_the_loop(case: str, shared: tuple[str, ...], has_mask: bool) -> None:
+    """Keys and values of all, or each its own; the mask is the same for all."""
     D = 64 if case == "c239" else 16
     x = {
         name: normal(3, 2, n, h, D, seed=n)
         for name, n, h in (("q", 5, 4), ("k", 7, 2), ("v", 7, 2))
     }
-    x |= {name: x[name][:1].expand(3, -1, -1, -1, -1) for name in shared}
+    x |= {name: x[name][0] for name in shared}
     mask = tw.causal() if has_mask else tw.full()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tw.attention(q, k, v, mask=mask)
-
-    with pytest.raises(RuntimeError, match=r"Batching rule not implemented|functorch"):
-        torch.vmap(attend)(*x.values())
     visible = visibility(causally if has_mask else everything, 5, 7)
 
-    def folded(**x: Tensor) -> Tensor:
-        return attend(**{n: t.flatten(0, 1) for n, t in x.items()}).unflatten(0, (3, 2))
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tw.attention_partial(q, k, v, mask=mask)
+
+    def mapped(**x: Tensor) -> tuple[Tensor, Tensor]:
+        in_dims = tuple(None if name in shared else 0 for name in x)
+        return torch.vmap(attend, in_dims)(*x.values())
 
     def looped(**x: Tensor) -> tuple[Tensor, Tensor]:
+        x = {n: t.expand(3, -1, -1, -1, -1) if n in shared else t for n, t in x.items()}
         ones = [formula(*one, visible) for one in zip(*x.values(), strict=True)]
         return torch.stack([out for out, _ in ones]), torch.stack([lse for _, lse in ones])
 
-    check(folded, looped, x)
+    check(mapped, looped, x)
 
 
 def test_c238_per_sample_gradients() -> None:
-    """grad inside vmap is refused as vmap is; the gradients of one batch are those per sample."""
+    """grad inside vmap, over rows without a batch: the gradients of each row by itself."""
     x = qkv(3, 9, 9, (4, 2), 16)
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tw.attention(q[None], k[None], v[None], mask=tw.causal()).square().sum()
 
-    with pytest.raises(RuntimeError, match=r"Batching rule not implemented|functorch"):
-        torch.vmap(torch.func.grad(loss))(*x.values())
-    whole = check(lambda **x: tw.attention(**x, mask=tw.causal()), causal_form(9, 9), x)
-    dout = normal(3, 9, 4, 16)
+    mapped = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*x.values())
     for b in range(3):
-        one = {name: t[b : b + 1] for name, t in x.items()}
-        check(
-            lambda **x: tw.attention(**x, mask=tw.causal()),
-            causal_form(9, 9),
-            one,
-            dout=dout[b : b + 1],
-        )
-        assert whole.grads["q"][b : b + 1].shape == one["q"].shape
+        leaves = [t[b].detach().requires_grad_() for t in x.values()]
+        alone = torch.autograd.grad(loss(*leaves), leaves)
+        for got, want in zip(mapped, alone, strict=True):
+            assert_within_budget(got[b], want.double(), want)
 
 
 class Selected(nn.Module):

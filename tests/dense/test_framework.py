@@ -1,5 +1,6 @@
 """Dense attention inside PyTorch: opcheck, compile, autocast, checkpointing, double backward."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,14 +117,56 @@ def test_compile_takes_one_tensor_as_key_and_value() -> None:
     assert torch.equal(compiled(q, k), tw.attention(q, k, k))
 
 
-def test_export() -> None:
-    class Model(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return tw.attention(q, k, v, mask=tw.causal())
+class Exported(torch.nn.Module):
+    """Parameters want gradients, as in a model that was trained."""
 
-    inputs = tuple(x.detach() for x in qkv())
-    exported = torch.export.export(Model(), inputs)
-    assert torch.equal(exported.module()(*inputs), Model()(*inputs))
+    def __init__(self, mask: tw.Mask) -> None:
+        super().__init__()
+        self.layer, self.mask = torch.nn.Linear(32, 96), mask
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        q, k, v = self.layer(x).unflatten(-1, (3, 4, 8)).unbind(2)
+        return tw.attention(q, k, v, mask=self.mask & tw.key_padding(lengths)).flatten(-2)
+
+
+def exported(mask: tw.Mask) -> tuple[Exported, torch.export.ExportedProgram]:
+    """A length is free."""
+    model = Exported(mask).eval()
+    inputs = (torch.randn(2, 9, 32), torch.tensor([9, 4]))
+    length = torch.export.Dim("length", min=2, max=500)
+    return model, torch.export.export(model, inputs, dynamic_shapes=({1: length}, None))
+
+
+@pytest.mark.parametrize("name", ["full", "prefix"])
+def test_export_with_parameters_and_other_lengths(name: str) -> None:
+    model, program = exported(MASKS[name])
+    for N in (9, 2, 33):
+        x, lengths = torch.randn(2, N, 32), torch.tensor([N, N // 2])
+        assert torch.equal(program.module()(x, lengths), model(x, lengths))
+
+
+def test_export_is_saved_and_loaded(tmp_path: Path) -> None:
+    model, program = exported(tw.causal())
+    torch.export.save(program, tmp_path / "model.pt2")
+    again = torch.export.load(tmp_path / "model.pt2")
+    x, lengths = torch.randn(2, 20, 32), torch.tensor([20, 3])
+    assert torch.equal(again.module()(x, lengths), model(x, lengths))
+
+
+@pytest.mark.slow
+# Said by torch 2.13 of itself.
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_compiled_ahead_of_time(tmp_path: Path) -> None:
+    """AOTInductor: the op is called from the compiled library, by its schema."""
+    for mask in (tw.causal(), tw.full()):
+        model, program = exported(mask)
+        path = str(tmp_path / f"{type(mask).__name__}.pt2")
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+        compiled = torch._inductor.aoti_load_package(path)
+        for N in (9, 40):
+            x, lengths = torch.randn(2, N, 32), torch.tensor([N, 3])
+            with torch.no_grad():
+                assert torch.equal(compiled(x, lengths), model(x, lengths))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -35,6 +35,7 @@ def make_call(
     shape: tuple[int, int] = (M, N),
     lengths: tuple[tuple[int, ...], tuple[int, ...]] = (LENGTHS_Q, LENGTHS_K),
     heads: tuple[int, int] = (H, G),
+    d: int = D,
 ) -> Call:
     """Random tensors for a function. For alibi_slopes and sinks options say the shape alone, "H"
     or "B H". Where queries and keys come in one tensor, the keys are as the queries.
@@ -47,8 +48,8 @@ def make_call(
         (sum(side),) if is_varlen else (B, size)
         for side, size in zip(lengths, shape, strict=True)
     )  # fmt: skip
-    q = torch.randn(*rows_q, heads[0], D).to(dtype)
-    k, v = torch.randn(2, *rows_k, heads[1], D).to(dtype)
+    q = torch.randn(*rows_q, heads[0], d).to(dtype)
+    k, v = torch.randn(2, *rows_k, heads[1], d).to(dtype)
     if "_qkvpacked" in function:
         tensors = {"qkv": torch.stack([q, k, v], -3)}
     elif "_kvpacked" in function:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tilewise.flash_attn as flash_attn
+import tilewise.flash_attn.call as call_of_attention
 import tilewise.flash_attn.flash_attn_interface as interface
 from tests.flash_attn.checks import FUNCTIONS, make_call, run
 
@@ -70,8 +71,8 @@ def test_signature_is_the_documented_one(name: str) -> None:
 
 
 def test_package_and_module_offer_the_same() -> None:
-    assert sorted(flash_attn.__all__) == sorted(SIGNATURES)
-    for name in flash_attn.__all__:
+    assert sorted(flash_attn.__all__) == sorted([*SIGNATURES, "install", "uninstall"])
+    for name in SIGNATURES:
         assert getattr(interface, name) is getattr(flash_attn, name)
     assert flash_attn.__version__ == "2.8.3"
 
@@ -111,7 +112,7 @@ def test_deterministic_reaches_the_library(
 ) -> None:
     """No CPU backend computes otherwise without it, so only the call can show it."""
     asked = []
-    monkeypatch.setattr(interface, "attention", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(call_of_attention, "attention", lambda *_, **options: asked.append(options))
     call = make_call("flash_attn_func", {}, torch.float32)
     run(call, call.tensors, deterministic=deterministic)
     assert [options["deterministic"] for options in asked] == [deterministic]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaModel, StaticCache
+from transformers import DynamicCache, LlamaModel, StaticCache, masking_utils
 
 from tests.integrations.hf_models import Trio, llama_config, tokens
 from tilewise import attention
@@ -85,6 +85,32 @@ def test_packed_rows_by_position_ids(trio: Trio) -> None:
     inputs = {"input_ids": tokens(2, S), "position_ids": POSITIONS, "use_cache": False}
     trio.check(logits, **inputs)
     trio.check_gradients(lambda out: out.logits.square().sum(), **inputs)
+
+
+@pytest.mark.parametrize(
+    ("row", "got"),
+    [
+        ([*range(5), *range(50, 58)], "50 after 4"),
+        ([*range(5), *range(3, 11)], "3 after 4"),
+        ([*range(5), 7, *range(6), 0], "7 after 4"),
+    ],
+    ids=["a skip ahead", "a shared prefix", "one in between"],
+)
+def test_positions_that_are_no_packing_raise(trio: Trio, row: list[int], got: str) -> None:
+    """Transformers would start a document there, and hide what is before it."""
+    if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        pytest.skip("this Transformers does not hand its positions on")
+    positions = torch.tensor([list(range(S)), row])
+    ids = tokens(2, S)
+    with pytest.raises(ValueError, match=f"position_ids.*got {got} in row 1"):
+        trio.got(ids, position_ids=positions, use_cache=False)
+    everything = {"attention_mask": torch.ones(2, S).long()}
+    trio.check(logits, input_ids=ids, position_ids=positions, use_cache=False, **everything)
+
+
+def test_a_row_that_starts_inside_a_document(trio: Trio) -> None:
+    positions = torch.tensor([[*range(7, 12), *range(8)], [*range(3, 8), *range(3, 11)]])
+    trio.check(logits, input_ids=tokens(2, S), position_ids=positions, use_cache=False)
 
 
 def test_each_packed_document_is_its_own_run(trio: Trio) -> None:

@@ -306,7 +306,7 @@ def test_argument_that_asks_for_nothing_is_accepted(value: Any) -> None:
         (torch.ones(B, 1, M, N + 1), {}, r"attention_mask must.*\[2, 1, 9, 10\]"),
         ("causal", {}, "attention_mask must.*got str"),
         (torch.ones(B, 1, M, N).long(), {}, "attention_mask must be bool.*int64"),
-        (build_mask(B, M, N + 2), {}, "attention_mask.*got"),
+        (build_mask(B, M, N + 2), {}, "made for 9 queries and 11 keys, got 9 and 9; a 2-D"),
         (build_mask(B, 1, N), {}, "attention_mask was made for 1 queries"),
         (None, {"s_aux": torch.ones(H + 1)}, "s_aux must hold one logit for each of the 4"),
         (None, {"sliding_window": 0}, "sliding_window must be positive"),
@@ -323,6 +323,28 @@ def test_argument_that_asks_for_nothing_is_accepted(value: Any) -> None:
 def test_argument_that_does_not_fit_raises(mask: Any, given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tile(layer(), *qkv(), mask, **given)
+
+
+@pytest.mark.parametrize("dtypes", [(0, 0, 1), (1, 0, 0), (0, 1, 0)])
+def test_mixed_dtypes(dtypes: tuple[int, ...]) -> None:
+    """As when a norm brings q and k to fp32: autocast makes them one, nothing else does."""
+    kinds = (torch.float32, torch.bfloat16)
+    mixed = [x.to(kinds[kind]) for x, kind in zip(qkv(), dtypes, strict=True)]
+    with pytest.raises(ValueError, match="query, key and value must share one dtype outside"):
+        tile(layer(), *mixed, None)
+    device = mixed[0].device.type
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = tile(layer(), *mixed, None)[0]
+        with pytest.raises(ValueError, match=r"got torch.float64, torch.float32"):
+            tile(layer(), mixed[0].double(), mixed[1].float(), mixed[2].double(), None)
+    assert torch.equal(out, tile(layer(), *(x.bfloat16() for x in mixed), None)[0])
+
+
+@pytest.mark.parametrize("shape", [(9,), (B, M, N), (B + 1, N), (B, 1, 1, M, N)])
+def test_padding_mask_of_another_shape_raises(shape: tuple[int, ...]) -> None:
+    message = r"attention_mask must be \[B, positions\] with B = 2.*got"
+    with pytest.raises(ValueError, match=message):
+        build_mask(B, M, N, attention_mask=torch.ones(shape))
 
 
 def test_bias_beside_packed_documents_raises() -> None:

@@ -134,6 +134,11 @@ def _call_predicate(fn: Predicate, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -
             "from_function: the predicate must return a bool tensor that broadcasts over "
             f"(b, h, m, n), got {seen.dtype}."
         )
+    if seen.dim() > 4:
+        raise ValueError(
+            "from_function: the predicate must return a tensor that broadcasts over (b, h, m, n), "
+            f"got {list(seen.shape)}; index a table with all its indices at once, as table[b, m]."
+        )
     return seen.reshape((1,) * (4 - seen.dim()) + tuple(seen.shape)) if seen.dim() < 4 else seen
 
 

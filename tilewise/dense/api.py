@@ -6,6 +6,7 @@ softmax (with an optional sink in its denominator), dropout, times v.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -392,6 +393,17 @@ def _attend(
         if found is not None:
             return _run_warm(q, k, v, found, out_dtype or q.dtype, is_partial)
     check_are_tensors(op, {"q": q, "k": k, "v": v})
+    if _is_distributed(q, k, v):
+        from .sharded import attend_sharded
+
+        def run_local(
+            q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: dict[str, Any]
+        ) -> Partial:
+            return _attend(
+                op, q, k, v, mask, terms, placement, backend, out_dtype, is_partial=is_partial
+            )
+
+        return attend_sharded(op, run_local, q, k, v, mask, terms, placement)
     q, k, v = _autocast(q, k, v)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     out_dtype = q.dtype if out_dtype is None else out_dtype
@@ -423,6 +435,12 @@ def _run_op(
     q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, out_dtype: torch.dtype, is_partial: bool
 ) -> tuple[Tensor, Tensor]:
     """The registered op, with gradients where something learns."""
+    if is_transformed():
+        from .mapped import MappedAttention
+
+        mapped: Any = MappedAttention.apply
+        out, lse = mapped(q, k, v, *arguments[:3], arguments[3:], out_dtype)
+        return out.to(out_dtype), lse
     learned: tuple[Tensor | None, ...] = (q, k, v, *arguments[:3])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         if torch.compiler.is_compiling():
@@ -432,6 +450,20 @@ def _run_op(
     else:
         out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, out_dtype)
     return out, lse
+
+
+def _is_distributed(*tensors: Tensor) -> bool:
+    """Whether one is a DTensor, without importing what defines it."""
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    return dtensor is not None and any(isinstance(x, dtensor.DTensor) for x in tensors)
+
+
+def is_transformed() -> bool:
+    """Whether torch.func's vmap, grad or another of them is around the call.
+
+    torch.compile cannot trace a yes (2.11 to 2.14) and raises: traced, the gradient would be lost.
+    """
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def _run_warm(

@@ -27,17 +27,17 @@ _REST = (
     "float scale, float? softcap, float dropout_p, str backend"
 )
 
-_library = torch.library.Library("tilewise", "DEF")
-_library.define(
+library = torch.library.Library("tilewise", "DEF")
+library.define(
     f"attention_fwd(Tensor q, Tensor k, Tensor v, {_REST}, ScalarType out_dtype)"
     " -> (Tensor out, Tensor lse)"
 )
-_library.define(
+library.define(
     "attention_bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
     f"Tensor q, Tensor k, Tensor v, {_REST}, bool[] wanted)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)"
 )
-_library.define(
+library.define(
     "attention_bwd_into(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor dout, Tensor lse, "
     f"Tensor delta, Tensor q, Tensor k, Tensor v, {_REST}) -> ()"
 )
@@ -126,8 +126,18 @@ def _lse_shape(q: Tensor) -> tuple[int, ...]:
 # ---------------------------------------------------------------- dispatch to a backend
 
 
+_LISTS = ("max_seqlens", "starts", "start_tensors", "mask_flags", "mask_ints", "mask_tensors")
+
+
+def _read(values: tuple[Any, ...]) -> Arguments:
+    """AOTInductor hands over None for an empty list (torch 2.13)."""
+    arguments = Arguments(*values)
+    missing: dict[str, Any] = {n: [] for n in _LISTS if getattr(arguments, n) is None}
+    return arguments._replace(**missing) if missing else arguments
+
+
 def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    arguments, out_dtype = Arguments(*rest[:-1]), rest[-1]
+    arguments, out_dtype = _read(rest[:-1]), rest[-1]
     piece = arguments.piece(q, k, v).as_batch()
     match arguments.chosen(q, k, v):
         case "triton":
@@ -146,7 +156,7 @@ def _attention_bwd(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    arguments, wanted = Arguments(*rest[:-1]), rest[-1]
+    arguments, wanted = _read(rest[:-1]), rest[-1]
     piece = arguments.piece(q, k, v).as_batch()
     if q.dim() == 3:
         dout, out, lse = (x.unsqueeze(0) for x in (dout, out, lse))
@@ -173,7 +183,7 @@ def _attention_bwd_into(
     dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
     q: Tensor, k: Tensor, v: Tensor, *rest: Any,
 ) -> None:  # fmt: skip
-    arguments = Arguments(*rest)
+    arguments = _read(rest)
     piece = arguments.piece(q, k, v).as_batch()
     if q.dim() == 3:
         dout, lse, delta = (x.unsqueeze(0) for x in (dout, lse, delta))
@@ -297,8 +307,9 @@ for _name, _implementation, _fake in (
     ("attention_bwd", _attention_bwd, _attention_bwd_fake),
     ("attention_bwd_into", _attention_bwd_into, _attention_bwd_into_fake),
 ):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
+    # An exported module calls the op itself, with parameters that want gradients it has none for.
+    library.impl(_name, torch.no_grad()(_implementation), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)
 
 
 # ---------------------------------------------------------------- autograd

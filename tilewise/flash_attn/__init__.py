@@ -12,6 +12,7 @@ from .flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from .installed import install, uninstall
 
 # The release of flash-attn whose functions these are, not a version of Tilewise.
 __version__ = "2.8.3"
@@ -24,4 +25,6 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "install",
+    "uninstall",
 ]

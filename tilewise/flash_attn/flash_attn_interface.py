@@ -26,25 +26,9 @@ Cost, determinism and source: those of `tilewise.attention` and `tilewise.attent
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
 from torch import Tensor
 
-from ..core.mask import Mask
-from ..core.mask_leaves import full, window
-from ..core.shapes import check_shapes
-from ..dense.api import (
-    attention,
-    attention_partial,
-    attention_varlen,
-    attention_varlen_partial,
-)
-
-Window = Sequence[int | None] | None
-# out, (out, lse) or (out, lse, None), by the flags. A union would need a cast at every call.
-Result = Any
+from .call import Options, Packing, Result, Window, attend, check_tensors
 
 
 def flash_attn_func(
@@ -72,12 +56,12 @@ def flash_attn_func(
     Returns: out `[B, M, H, E]` in q's dtype; a tuple as return_attn_probs and return_lse say.
     """
     op = "flash_attn_func"
-    _check(op, {"q": q, "k": k, "v": v}, q="B M H D", k="B N G D", v="B N G E")
-    options = _Options(
+    check_tensors(op, {"q": q, "k": k, "v": v}, q="B M H D", k="B N G D", v="B N G E")
+    options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_lse,
     )  # fmt: skip
-    return _attend(op, q, k, v, options)
+    return attend(op, q, k, v, options)
 
 
 def flash_attn_kvpacked_func(
@@ -103,13 +87,13 @@ def flash_attn_kvpacked_func(
         The others: see the module.
     """
     op = "flash_attn_kvpacked_func"
-    _check(op, {"q": q, "kv": kv}, q="B M H D", kv="B N 2 G D")
-    options = _Options(
+    check_tensors(op, {"q": q, "kv": kv}, q="B M H D", kv="B N 2 G D")
+    options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_lse,
     )  # fmt: skip
     k, v = kv.unbind(2)
-    return _attend(op, q, k, v, options)
+    return attend(op, q, k, v, options)
 
 
 def flash_attn_qkvpacked_func(
@@ -133,13 +117,13 @@ def flash_attn_qkvpacked_func(
         The others: see the module.
     """
     op = "flash_attn_qkvpacked_func"
-    _check(op, {"qkv": qkv}, qkv="B M 3 H D")
-    options = _Options(
+    check_tensors(op, {"qkv": qkv}, qkv="B M 3 H D")
+    options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_lse,
     )  # fmt: skip
     q, k, v = qkv.unbind(2)
-    return _attend(op, q, k, v, options)
+    return attend(op, q, k, v, options)
 
 
 def flash_attn_varlen_func(
@@ -183,13 +167,13 @@ def flash_attn_varlen_func(
         )
     tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     lengths = {"cu_seqlens_q": "B+1", "cu_seqlens_k": "B+1"}
-    _check(op, tensors, q="T H D", k="S G D", v="S G E", **lengths)
-    options = _Options(
+    check_tensors(op, tensors, q="T H D", k="S G D", v="S G E", **lengths)
+    options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_lse,
     )  # fmt: skip
-    packing = _Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend(op, q, k, v, options, packing)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return attend(op, q, k, v, options, packing)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -221,14 +205,14 @@ def flash_attn_varlen_kvpacked_func(
     op = "flash_attn_varlen_kvpacked_func"
     tensors = {"q": q, "kv": kv, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     lengths = {"cu_seqlens_q": "B+1", "cu_seqlens_k": "B+1"}
-    _check(op, tensors, q="T H D", kv="S 2 G D", **lengths)
-    options = _Options(
+    check_tensors(op, tensors, q="T H D", kv="S 2 G D", **lengths)
+    options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_lse,
     )  # fmt: skip
-    packing = _Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     k, v = kv.unbind(1)
-    return _attend(op, q, k, v, options, packing)
+    return attend(op, q, k, v, options, packing)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -255,14 +239,14 @@ def flash_attn_varlen_qkvpacked_func(
         The others: see the module.
     """
     op = "flash_attn_varlen_qkvpacked_func"
-    _check(op, {"qkv": qkv, "cu_seqlens": cu_seqlens}, qkv="T 3 H D", cu_seqlens="B+1")
-    options = _Options(
+    check_tensors(op, {"qkv": qkv, "cu_seqlens": cu_seqlens}, qkv="T 3 H D", cu_seqlens="B+1")
+    options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_lse,
     )  # fmt: skip
-    packing = _Packing(cu_seqlens, None, max_seqlen, max_seqlen)
+    packing = Packing(cu_seqlens, None, max_seqlen, max_seqlen)
     q, k, v = qkv.unbind(1)
-    return _attend(op, q, k, v, options, packing)
+    return attend(op, q, k, v, options, packing)
 
 
 def flash_attn_with_kvcache(
@@ -293,101 +277,3 @@ def flash_attn_with_kvcache(
         "mask=tilewise.key_padding(lengths) & tilewise.causal(offset=lengths - q.shape[1])), where "
         "lengths counts the new keys too."
     )
-
-
-# ---------------------------------------------------------------- from their names to ours
-
-
-class _Options(NamedTuple):
-    """What every function takes, in flash-attn's names."""
-
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_size: Window
-    softcap: float | None
-    alibi_slopes: Tensor | None
-    deterministic: bool
-    return_attn_probs: bool
-    sinks: Tensor | None
-    return_lse: bool
-
-
-class _Packing(NamedTuple):
-    """Where the packed sequences are, in the names that both sides share."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-
-
-def _attend(
-    op: str, q: Tensor, k: Tensor, v: Tensor, options: _Options, packing: _Packing | None = None
-) -> Result:
-    _check_returns(op, options)
-    scale = options.softmax_scale
-    if scale is not None and not abs(scale) < math.inf:
-        raise ValueError(f"{op}: softmax_scale must be finite, got {scale}.")
-    softcap = options.softcap
-    keywords: dict[str, Any] = {
-        "mask": _mask(op, options.causal, options.window_size),
-        "scale": scale,
-        "softcap": None if softcap is None or softcap <= 0.0 else softcap,
-        "alibi_slopes": options.alibi_slopes,
-        "sinks": options.sinks,
-        "dropout_p": options.dropout_p,
-        "deterministic": options.deterministic,
-    }
-    if packing is not None:
-        keywords |= packing._asdict()
-    if not (options.return_lse or options.return_attn_probs):
-        run = attention if packing is None else attention_varlen
-        return run(q, k, v, **keywords)
-    run_partial = attention_partial if packing is None else attention_varlen_partial
-    out, lse = run_partial(q, k, v, **keywords)
-    return (out, lse) if options.return_lse else (out, lse, None)
-
-
-def _check(op: str, tensors: dict[str, Tensor], **specs: str) -> None:
-    """Shapes under flash-attn's names; what the library checks too, it says under its own."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
-    check_shapes(op, tensors, **specs)
-
-
-def _check_returns(op: str, options: _Options) -> None:
-    if not options.return_attn_probs:
-        return
-    if options.return_lse:
-        raise ValueError(
-            f"{op}: return_attn_probs and return_lse ask for different tuples; choose one."
-        )
-    if options.dropout_p > 0.0:
-        raise NotImplementedError(
-            f"{op}: return_attn_probs with dropout_p > 0 asks for the dropped probabilities, which "
-            "no backend ever stores; use return_lse=True for the lse."
-        )
-
-
-def _mask(op: str, causal: bool, window_size: Window) -> Mask:
-    left, right = _window_bounds(op, window_size)
-    if causal:
-        right = 0
-    return full() if left is None and right is None else window(left, right)
-
-
-def _window_bounds(op: str, window_size: Window) -> tuple[int | None, int | None]:
-    if window_size is None:
-        return None, None
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"{op}: window_size must be (left, right), got {window_size}.")
-    bounds = [None if bound == -1 else bound for bound in window_size]
-    for bound in bounds:
-        # Below -1 the peers differ: unbounded for one, a shifted window for another.
-        if bound is not None and not (isinstance(bound, int) and bound >= 0):
-            raise ValueError(
-                f"{op}: window_size must hold ints >= 0, or -1 for no bound, got {window_size}."
-            )
-    return bounds[0], bounds[1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core.mask import Mask
@@ -115,6 +116,20 @@ def visible_elements(seen: Tensor, M: int, N: int) -> Mask:
         return seen[tuple(i if size > 1 else i.new_zeros((1,) * 4) for i, size in axes)]
 
     return evaluated_by_tile(look_up, (*seen.shape[:2], M, N), seen.device)
+
+
+def over_scalars(predicate: Predicate) -> Predicate:
+    """A predicate of four scalars as one of index tensors that broadcast to four axes."""
+    over = predicate
+    for axis in (3, 2, 1, 0):
+        over = torch.vmap(over, in_dims=tuple(0 if i == axis else None for i in range(4)))
+
+    def ask(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+        # Under vmap a tensor cannot be indexed by a scalar tensor without this.
+        with TransformGetItemToIndex():
+            return over(b.reshape(-1), h.reshape(-1), m.reshape(-1), n.reshape(-1))
+
+    return ask
 
 
 def evaluated_by_tile(

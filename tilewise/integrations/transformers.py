@@ -168,6 +168,7 @@ class Implementation:
         if query.shape[0] == 1 < key.shape[0]:
             # Learned queries without a batch, as SDPA broadcasts them.
             query = query.expand(key.shape[0], -1, -1, -1)
+        self._check_dtypes(query, key, value)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         mask: Mask | None
         bias: Tensor | None
@@ -214,6 +215,17 @@ class Implementation:
             mask = mask & self._documents(packing, q.shape[1], k.shape[1])
         return attention(q, k, v, mask=mask, **terms), None
 
+    def _check_dtypes(self, *tensors: Tensor) -> None:
+        dtypes = [x.dtype for x in tensors]
+        if dtypes[0] == dtypes[1] == dtypes[2]:
+            return
+        if torch.float64 in dtypes or not torch.is_autocast_enabled(tensors[0].device.type):
+            raise ValueError(
+                f"{self}: query, key and value must share one dtype outside torch.autocast (which "
+                f"casts all but float64), got {', '.join(map(str, dtypes))}; load the model with "
+                "one dtype, or run it under autocast."
+            )
+
     def _read_options(self, arguments: dict[str, Any]) -> Options:
         known = {name: value for name, value in arguments.items() if name in _OPTIONS}
         for name, value in arguments.items():
@@ -236,6 +248,12 @@ class Implementation:
             return given, None
         sizes = _sizes(given)
         expected = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        if isinstance(given, MaskTensor) and sizes[2:] != expected[2:]:
+            raise ValueError(
+                f"{self}: attention_mask was made for {sizes[2]} queries and {sizes[3]} keys, "
+                f"got {expected[2]} and {expected[3]}; a 2-D attention_mask has an entry for each "
+                "token."
+            )
         if len(sizes) != 4 or any(a not in (1, b) for a, b in zip(sizes, expected, strict=True)):
             raise ValueError(
                 f"{self}: attention_mask must be a tensor that broadcasts to [B, H, M, N] = "
@@ -243,11 +261,6 @@ class Implementation:
                 "mask goes to the model, which makes the mask of it."
             )
         if isinstance(given, MaskTensor):
-            if sizes[2:] != expected[2:]:
-                raise ValueError(
-                    f"{self}: attention_mask was made for {sizes[2]} queries and {sizes[3]} keys, "
-                    f"got {expected[2]} and {expected[3]}."
-                )
             return given.mask, None
         if given.is_floating_point():
             return full(), given

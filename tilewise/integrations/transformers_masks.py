@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from transformers import masking_utils
 
 from ..core.mask import Mask
 from ..core.mask_leaves import Full, full, intervals, window
-from .mask_tensor import MaskTensor, Predicate, evaluated_by_tile, visible_keys
+from .mask_tensor import MaskTensor, Predicate, evaluated_by_tile, over_scalars, visible_keys
 
 
 class Bounds(NamedTuple):
@@ -80,6 +79,8 @@ def build_mask(
             not change the mask.
     Returns: a `MaskTensor`; inside torch.compile the `Mask` itself; for one query of a compiled
         decode step, where Transformers builds the mask outside the graph, a bool tensor.
+    Raises: ValueError for an attention_mask that is not `[B, positions]`, and for position_ids
+        that neither rise by one nor restart as packed documents do.
     """
     at = Placement(
         batch_size,
@@ -92,6 +93,12 @@ def build_mask(
     )
     parts = conjuncts(mask_function, at)
     if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.shape[0] not in (1, at.B):
+            raise ValueError(
+                f"Tilewise in Transformers: attention_mask must be [B, positions] with B = {at.B} "
+                "(nonzero where a token is real), or a mask of all elements that broadcasts to "
+                f"[B, H, M, N], got {list(attention_mask.shape)}."
+            )
         parts.append(visible_keys(_padding_window(attention_mask, at), at.M))
     mask = join(parts, at)
     if torch.compiler.is_compiling():
@@ -146,6 +153,7 @@ def conjuncts(predicate: Predicate, at: Placement, document_ids: Tensor | None =
             if ids is document_ids or _is_in_order(ids, at):
                 return [_documents(ids)]
         case "remap_positions_for_packed_sequence" if document_ids is not None:
+            _check_restarts(inside["position_ids"], document_ids)
             parts = conjuncts(inside["mask_function"], at)
             is_relative = all(isinstance(part, Bounds) for part in parts)
             if is_relative and _are_steady(inside["position_ids"], document_ids):
@@ -200,6 +208,24 @@ def _are_steady(positions: Tensor, ids: Tensor) -> bool:
     return bool(((positions.diff(dim=-1) == 1) | (ids.diff(dim=-1) != 0)).all())
 
 
+def _check_restarts(positions: Tensor, ids: Tensor) -> None:
+    """Transformers takes any step other than one for the start of a packed document.
+
+    Positions that skip ahead, or share a prefix, would lose keys without a word.
+    """
+    begins = ids.diff(dim=-1) != 0
+    is_restart = (positions[:, 1:] == 0) | (positions[:, 1:] == positions[:, :1])
+    wrong = (begins & ~is_restart).nonzero().tolist()
+    if wrong:
+        row, at = wrong[0]
+        before, after = positions[row, at : at + 2].tolist()
+        raise ValueError(
+            "Tilewise in Transformers: position_ids without an attention_mask must rise by one, "
+            f"or restart where a packed document starts, got {after} after {before} in row {row}; "
+            "with an attention_mask they are positions only."
+        )
+
+
 def _documents(ids: Tensor) -> Mask:
     ids = ids.contiguous()
     starts = torch.searchsorted(ids, ids, right=False)
@@ -210,21 +236,10 @@ def _documents(ids: Tensor) -> Mask:
 def _evaluated(predicate: Predicate, at: Placement) -> Mask:
     """The predicate itself, at shifted positions, for head 0."""
 
+    asked = over_scalars(predicate) if at.use_vmap else predicate
+
     def ask(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
-        h, m, n = torch.zeros_like(h[:, :1]), m + at.q_offset, n + at.kv_offset
-        if not at.use_vmap:
-            return predicate(b, h, m, n)
-        over = predicate
-        for dims in (
-            (None, None, None, 0),
-            (None, None, 0, None),
-            (None, 0, None, None),
-            (0, None, None, None),
-        ):
-            over = torch.vmap(over, in_dims=dims)
-        # Under vmap a tensor cannot be indexed by a scalar tensor without this.
-        with TransformGetItemToIndex():
-            return over(b.reshape(-1), h.reshape(-1), m.reshape(-1), n.reshape(-1))
+        return asked(b, torch.zeros_like(h[:, :1]), m + at.q_offset, n + at.kv_offset)
 
     return evaluated_by_tile(ask, (at.B, 1, at.M, at.N), at.device)
 

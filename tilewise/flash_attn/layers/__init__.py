@@ -1,0 +1,1 @@
+"""flash-attn's layers; of them, rotary embeddings."""
