@@ -2,9 +2,9 @@
 
 `make gpu-test` runs `tilewise verify --all` (a process for each op and dtype), and the contract,
 the cases, the drop-in, tests/kernels, tests/gpu and the pieces of rings on several workers, all at
-once on one GPU. If everything passes it writes benchmarks/results/gpu-verify.json with the hash of the kernel sources,
-which CI holds against the sources it tests: a kernel that changed since must run again, or stand in
-benchmarks/results/UNVERIFIED.md with the reason.
+once on one GPU. If everything passes it writes benchmarks/results/gpu-verify.json with the hash of
+the kernel sources, which CI holds against the sources it tests: a kernel that changed since must
+run again, or stand in benchmarks/results/UNVERIFIED.md with the reason.
 """
 
 from __future__ import annotations
