@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -107,6 +108,30 @@ def decoded(
             tensors["q"], k, v, layout=layout, group=group, **extras, **options
         )
     return out, counted.received
+
+
+def decoded_then(
+    rank: Rank, layout: Layout, calls: list[dict[str, Any]], checks: bool = False
+) -> None:
+    """Decoding calls one after the other, the last of them odd on rank 1.
+
+    calls: their M, and arguments of this rank or, by "odd", of rank 1 alone.
+    """
+    group = rank.groups[layout.ranks]
+    os.environ["TILEWISE_CHECK"] = "1" if checks else "0"
+    try:
+        for call in calls:
+            options = dict(call)
+            odd = options.pop("odd", {})
+            options |= odd if rank.index == 1 else {}
+            generator = torch.Generator().manual_seed(options.pop("seed", 0))
+            q = torch.randn(1, options.pop("M", 1), 4, 16, generator=generator)
+            q.requires_grad_(options.pop("requires_grad", False))
+            own = layout.lengths[rank.index]
+            k, v = (torch.ones(1, own, 2, size) for size in (16, 8))
+            tw.context_parallel_decode(q, k, v, **{"layout": layout, "group": group, **options})
+    finally:
+        del os.environ["TILEWISE_CHECK"]
 
 
 def unsharded(rank: Rank, layout: Layout, x: Tensor, weights: list[Tensor]) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Ranks that do not agree on a call are told so, on every rank, before anything is sent.
 
 One exchange of a few strings at the first use of a call; later calls like it skip it, unless
-TILEWISE_CHECK=1. A rank that then goes its own way meets the process group's time-out.
+TILEWISE_CHECK=1. A rank that then goes its own way meets the process group's time-out or abort.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..core.mask import Mask
@@ -52,6 +53,18 @@ def agree(
                 )
 
 
+def agree_by_digest(
+    op: str, link: Link, signature: Signature, error: Exception | None = None
+) -> None:
+    """As `agree`, for every call: 32 bytes say that all is alike, or strings follow."""
+    mine = sha256(repr((str(error) if error else "", sorted(signature.items()))).encode()).digest()
+    # All see the same digests, so all go on alike.
+    if len(set(link.gather_digests(mine))) > 1:
+        agree(op, (link,), signature, error)
+    if error is not None:
+        raise error
+
+
 def describe_mask(mask: Mask) -> str:
     """A mask in a word, with a digest of its tensors; its predicates evaluated."""
     flags, ints, tensors = mask.lower()
@@ -60,6 +73,11 @@ def describe_mask(mask: Mask) -> str:
         digest.update(repr((tensor.shape, tensor.dtype)).encode())
         digest.update(_bytes_of(tensor))
     return f"flags {flags}, ints {ints}, {len(tensors)} tensors, digest {digest.hexdigest()[:12]}"
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Of the numbers in a tensor, whatever its dtype. Waits for a GPU."""
+    return sha256(_bytes_of(tensor.detach().cpu().contiguous().view(torch.uint8))).hexdigest()[:12]
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

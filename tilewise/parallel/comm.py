@@ -129,6 +129,15 @@ class Link:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def gather_digests(self, digest: bytes) -> list[bytes]:
+        """The digest of every rank, all of one length, on every rank. In tensors on the CPU."""
+        if self.ranks == 1:
+            return [digest]
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        found = torch.empty(self.ranks * len(digest), dtype=torch.uint8, device="cpu")
+        _all_gather(found, mine, group=self.group)
+        return [bytes(row) for row in found.view(self.ranks, -1).tolist()]
+
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """One flat tensor of all, so that one message carries them."""

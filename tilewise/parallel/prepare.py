@@ -105,6 +105,8 @@ def links_of(mesh: Any, group: Any) -> tuple[Link, ...]:
         return (Link.of(dist.group.WORLD if group is None else group),)
     if group is not None:
         raise ValueError(f"{OP}: takes a mesh or a group, got both.")
+    if not hasattr(mesh, "get_group"):
+        raise ValueError(f"{OP}: mesh must be a DeviceMesh, got {type(mesh).__name__}.")
     if mesh.ndim not in (1, 2):
         raise ValueError(f"{OP}: mesh must have one or two dims, got {mesh.ndim}.")
     return tuple(Link.of(mesh.get_group(dim)) for dim in range(mesh.ndim))
