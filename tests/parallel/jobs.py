@@ -92,8 +92,23 @@ def deserted(rank: Rank, way: Way, seconds: float) -> str:
     start = time.perf_counter()
     try:
         tw.context_parallel_attention(*leaves, **options)
-    except RuntimeError:
+    except RuntimeError as error:
+        assert "TILEWISE_CHECK=1 compares every call" in str(error)
         return "told in time" if time.perf_counter() - start < 5 * seconds else "told late"
+    return "not told"
+
+
+def wrong_alone(rank: Rank, way: Way, seconds: float) -> str:
+    """Rank 0 makes a wrong call while rank 1 makes none: what rank 0 is told."""
+    group = dist.new_group(list(range(way.ranks)), timeout=timedelta(seconds=seconds))
+    if rank.index:
+        return ""
+    leaves = own(rank, way, qkv(way.layout.size))
+    options = {**place(rank, way), "group": group, "softcap": -1.0}
+    try:
+        tw.context_parallel_attention(*leaves, **options)
+    except ValueError as error:
+        return f"{error} // {error.__cause__}"
     return "not told"
 
 

@@ -186,6 +186,14 @@ def test_a_lost_rank_does_not_keep_the_others() -> None:
     assert found[:2] == ["told in time", "lost"]
 
 
+def test_a_wrong_call_is_told_though_nobody_answers() -> None:
+    """With the gathering's failure as its cause, and what to try."""
+    told = RANKS.run(WORLD, jobs.wrong_alone, Way("ring", zigzag(8, 2)), 3.0)[0]
+    error, cause = told.split(" // ")
+    assert "softcap must be" in error
+    assert "another rank may be in a call that it made before" in cause
+
+
 # ---------------------------------------------------------------- PyTorch's ways
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any, Generic, TypeVar
 
@@ -26,18 +27,30 @@ def is_forced() -> bool:
     return os.environ.get("TILEWISE_CHECK") == "1"
 
 
+@contextmanager
+def _before_messages(error: Exception | None) -> Iterator[None]:
+    """Where messages fail, a rank that has an error of its own is told that, and both."""
+    try:
+        yield
+    except RuntimeError as failure:
+        if error is not None:
+            raise error from failure
+        raise
+
+
 def agree(
     op: str, links: Sequence[Link], signature: Signature, error: Exception | None = None
 ) -> None:
     """Compare the ranks' signatures, all of them over one or two groups that make a mesh.
 
-    Raises: `error` where this rank has one; RuntimeError where another has; ValueError where what
-        the ranks call differs.
+    Raises: `error` where this rank has one, whether or not the others answer; RuntimeError where
+        another has; ValueError where what the ranks call differs.
     """
     mine: tuple[str, Signature] = (str(error) if error is not None else "", signature)
     found: list[tuple[str, Signature]] = [mine]
-    for link in links:
-        found = [item for part in link.gather_objects(found) for item in part]
+    with _before_messages(error):
+        for link in links:
+            found = [item for part in link.gather_objects(found) for item in part]
     if error is not None:
         raise error
     for rank, (message, _) in enumerate(found):
@@ -58,8 +71,10 @@ def agree_by_digest(
 ) -> None:
     """As `agree`, for every call: 32 bytes say that all is alike, or strings follow."""
     mine = sha256(repr((str(error) if error else "", sorted(signature.items()))).encode()).digest()
+    with _before_messages(error):
+        digests = link.gather_digests(mine)
     # All see the same digests, so all go on alike.
-    if len(set(link.gather_digests(mine))) > 1:
+    if len(set(digests)) > 1:
         agree(op, (link,), signature, error)
     if error is not None:
         raise error
