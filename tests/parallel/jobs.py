@@ -232,6 +232,14 @@ def explained(rank: Rank, ranks: int, size: int, heads: tuple[int, int], mesh: A
     return [choice.name, choice.reason, dict(choice.rejected), dict(choice.received), out.detach()]
 
 
+def explained_with(rank: Rank, way: Way, heads: tuple[int, int], options: dict[str, Any]) -> str:
+    """The schedule that is named, of a call that then runs."""
+    leaves = own(rank, way, qkv(way.layout.size, heads))
+    name = tw.explain_schedule(*leaves, **options, **place(rank, way)).name
+    tw.context_parallel_attention(*leaves, **options, **place(rank, way)).sum().backward()
+    return name
+
+
 def trained_model(
     rank: Rank, ranks: int, config: Any, batch: dict[str, Tensor], mask: Any, way: dict[str, Any]
 ) -> tuple[Tensor, list[Tensor]]:
