@@ -6,6 +6,7 @@ TILEWISE_CHECK=1. A rank that then goes its own way meets the process group's ti
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -111,6 +112,8 @@ class Memo(Generic[T]):
         # By identity, since a group that is made anew may take an old name. Held, so that no other
         # object takes the identity.
         self._known: dict[tuple[int, ...], tuple[Any, OrderedDict[Any, T]]] = {}
+        # A group that is still held while the interpreter ends has threads that may abort it.
+        atexit.register(self._known.clear)
 
     def recall(self, links: Sequence[Link], key: object, find: Callable[[], T]) -> T:
         """What `find` returned at the first use of `key`, or returns."""
