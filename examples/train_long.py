@@ -163,11 +163,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--text", nargs="*", type=Path, default=[], help="files to learn from")
     parser.add_argument("--length", type=int, default=Settings.length)
     parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--schedule", default=Settings.schedule)
+    parser.add_argument(
+        "--schedule",
+        default=Settings.schedule,
+        choices=("auto", "ring", "all_gather", "ulysses"),
+    )
     parser.add_argument("--save", type=Path, help="write the losses as JSON")
     parser.add_argument("--check", action="store_true", help="train on one rank too, and compare")
     arguments = parser.parse_args(argv)
     settings = Settings(arguments.length, arguments.steps, schedule=arguments.schedule)
+    text = read_text(arguments.text)
+    # A sequence, the byte after it, and one place to choose.
+    if text.numel() < settings.length + 2:
+        parser.error(
+            f"the text has {text.numel()} bytes, and --length {settings.length} takes "
+            f"{settings.length + 2}: name longer files with --text, or a smaller --length."
+        )
     group, device = None, "cpu"
     if "RANK" in os.environ:
         on_gpu = torch.cuda.is_available()
@@ -176,7 +187,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             device = "cuda"
         dist.init_process_group("nccl" if on_gpu else "gloo")
         group = dist.group.WORLD
-    text = read_text(arguments.text)
     losses = train(text, settings, group, device)
     if group is None or dist.get_rank() == 0:
         ranks = dist.get_world_size() if group else 1

@@ -56,6 +56,8 @@ def _run_on_cuda(config: pytest.Config) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # That mode warns of torch's own ops that the oracles use and that have no fixed order there.
     config.addinivalue_line("filterwarnings", "ignore:.*deterministic implementation:UserWarning")
+    # Of torch itself, where the first thing that autograd's thread does is a matrix product.
+    config.addinivalue_line("filterwarnings", "ignore:Attempting to run cuBLAS:UserWarning")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

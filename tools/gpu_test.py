@@ -1,10 +1,10 @@
 """The suite on a GPU, and the record that the kernels of this checkout passed it.
 
 `make gpu-test` runs `tilewise verify --all` (a process for each op and dtype), and the contract,
-the cases, the drop-in, tests/kernels and tests/gpu on several workers, all at once on one GPU. If
-everything passes it writes benchmarks/results/gpu-verify.json with the hash of the kernel sources,
-which CI holds against the sources it tests: a kernel that changed since must run again, or stand in
-benchmarks/results/UNVERIFIED.md with the reason.
+the cases, the drop-in, tests/kernels, tests/gpu and the pieces of rings on several workers, all at
+once on one GPU. If everything passes it writes benchmarks/results/gpu-verify.json with the hash of
+the kernel sources, which CI holds against the sources it tests: a kernel that changed since must
+run again, or stand in benchmarks/results/UNVERIFIED.md with the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = "benchmarks/results/gpu-verify.json"
 EXCUSES = "benchmarks/results/UNVERIFIED.md"
 DEVICE = "cuda"
-SUITES = ("tests/contract", "tests/cases", "tests/flash_attn", "tests/kernels", "tests/gpu")
+SUITES = (
+    "tests/contract",
+    "tests/cases",
+    "tests/flash_attn",
+    "tests/kernels",
+    "tests/gpu",
+    "tests/parallel/test_loopback.py",
+)
 # What runs on a GPU or says how: one place for the tool and for CI.
 KERNELS = (
     "tilewise/kernels/*.py",

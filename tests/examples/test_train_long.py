@@ -47,3 +47,19 @@ def test_a_curve_that_differs_is_found() -> None:
     train_long.compare(losses, text, settings)
     with pytest.raises(AssertionError, match="loss curve"):
         train_long.compare([losses[0], losses[1] * 1.001], text, settings)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--length", "10000000"], "name longer files with --text"),
+        (["--schedule", "rings"], "invalid choice: 'rings'"),
+    ],
+)
+def test_arguments_that_do_not_fit(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train_long.main([*argv, "--steps", "1"])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err

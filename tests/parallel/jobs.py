@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -91,8 +92,23 @@ def deserted(rank: Rank, way: Way, seconds: float) -> str:
     start = time.perf_counter()
     try:
         tw.context_parallel_attention(*leaves, **options)
-    except RuntimeError:
+    except RuntimeError as error:
+        assert "TILEWISE_CHECK=1 compares every call" in str(error)
         return "told in time" if time.perf_counter() - start < 5 * seconds else "told late"
+    return "not told"
+
+
+def wrong_alone(rank: Rank, way: Way, seconds: float) -> str:
+    """Rank 0 makes a wrong call while rank 1 makes none: what rank 0 is told."""
+    group = dist.new_group(list(range(way.ranks)), timeout=timedelta(seconds=seconds))
+    if rank.index:
+        return ""
+    leaves = own(rank, way, qkv(way.layout.size))
+    options = {**place(rank, way), "group": group, "softcap": -1.0}
+    try:
+        tw.context_parallel_attention(*leaves, **options)
+    except ValueError as error:
+        return f"{error} // {error.__cause__}"
     return "not told"
 
 
@@ -107,6 +123,30 @@ def decoded(
             tensors["q"], k, v, layout=layout, group=group, **extras, **options
         )
     return out, counted.received
+
+
+def decoded_then(
+    rank: Rank, layout: Layout, calls: list[dict[str, Any]], checks: bool = False
+) -> None:
+    """Decoding calls one after the other, the last of them odd on rank 1.
+
+    calls: their M, and arguments of this rank or, by "odd", of rank 1 alone.
+    """
+    group = rank.groups[layout.ranks]
+    os.environ["TILEWISE_CHECK"] = "1" if checks else "0"
+    try:
+        for call in calls:
+            options = dict(call)
+            odd = options.pop("odd", {})
+            options |= odd if rank.index == 1 else {}
+            generator = torch.Generator().manual_seed(options.pop("seed", 0))
+            q = torch.randn(1, options.pop("M", 1), 4, 16, generator=generator)
+            q.requires_grad_(options.pop("requires_grad", False))
+            own = layout.lengths[rank.index]
+            k, v = (torch.ones(1, own, 2, size) for size in (16, 8))
+            tw.context_parallel_decode(q, k, v, **{"layout": layout, "group": group, **options})
+    finally:
+        del os.environ["TILEWISE_CHECK"]
 
 
 def unsharded(rank: Rank, layout: Layout, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
@@ -190,6 +230,14 @@ def explained(rank: Rank, ranks: int, size: int, heads: tuple[int, int], mesh: A
     choice = tw.explain_schedule(*leaves, layout=layout, **where)
     out = tw.context_parallel_attention(*leaves, layout=layout, **where)
     return [choice.name, choice.reason, dict(choice.rejected), dict(choice.received), out.detach()]
+
+
+def explained_with(rank: Rank, way: Way, heads: tuple[int, int], options: dict[str, Any]) -> str:
+    """The schedule that is named, of a call that then runs."""
+    leaves = own(rank, way, qkv(way.layout.size, heads))
+    name = tw.explain_schedule(*leaves, **options, **place(rank, way)).name
+    tw.context_parallel_attention(*leaves, **options, **place(rank, way)).sum().backward()
+    return name
 
 
 def trained_model(

@@ -93,3 +93,64 @@ def test_decode_refuses_gradients_and_another_layout() -> None:
     x["q"].requires_grad_()
     with pytest.raises(RankError, match="has no gradient"):
         RANKS.run(2, jobs.decoded, contiguous(SLOTS, 2), x, {})
+
+
+ALL, FEW = torch.tensor([SLOTS]), torch.tensor([20])
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ([{}, {"odd": {"M": 2}}], "ranks disagree on q: rank 0 has"),
+        ([{"lengths": ALL, "odd": {"lengths": FEW}}], r"disagree on lengths: rank 0 has \[40\]"),
+        ([{"lengths": ALL}, {"lengths": ALL, "odd": {"lengths": FEW}}], "disagree on lengths"),
+        ([{}, {"odd": {"scale": 0.5}}], "disagree on scale"),
+        ([{}, {"odd": {"sinks": torch.zeros(4)}}], "disagree on sinks"),
+    ],
+)
+def test_ranks_that_decode_differently_are_told_so(calls: list[dict[str, Any]], words: str) -> None:
+    """At any call, not at the first alone."""
+    with pytest.raises(RankError, match=words) as caught:
+        RANKS.run(3, jobs.decoded_then, contiguous(SLOTS, 3), calls)
+    assert caught.value.kinds == dict.fromkeys(range(3), "ValueError")
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [({"seed": 1}, "disagree on q"), ({"mask": tw.key_padding([7])}, "disagree on mask")],
+)
+def test_numbers_are_compared_where_asked_for(odd: dict[str, Any], words: str) -> None:
+    call = {"mask": tw.key_padding([8]), "odd": odd}
+    RANKS.run(2, jobs.decoded_then, contiguous(SLOTS, 2), [call])
+    with pytest.raises(RankError, match=words):
+        RANKS.run(2, jobs.decoded_then, contiguous(SLOTS, 2), [call], True)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"lengths": torch.tensor([41])}, "ValueError", "lengths must be 0 or from M = 1 to 40"),
+        ({"lengths": torch.tensor([40.0])}, "ValueError", "integers"),
+        ({"lengths": torch.tensor([40, 40])}, "ValueError", "integers"),
+        ({"lengths": [40]}, "ValueError", "lengths must be a tensor, got list"),
+        ({"layout": [16]}, "ValueError", "layout must be a Layout, got list"),
+        ({"mask": "causal"}, "ValueError", "must be a tilewise Mask"),
+        ({"softcap": -1.0}, "ValueError", "softcap"),
+        ({"mesh": "cp", "group": None}, "ValueError", "mesh must be a DeviceMesh, got str"),
+        ({"requires_grad": True}, "NotImplementedError", "has no gradient"),
+    ],
+)
+@pytest.mark.parametrize("before", [[], [{"lengths": ALL}, {}]])
+def test_a_wrong_call_is_refused_whenever_it_is_made(
+    before: list[dict[str, Any]], options: dict[str, Any], kind: str, words: str
+) -> None:
+    with pytest.raises(RankError, match=words) as caught:
+        RANKS.run(2, jobs.decoded_then, contiguous(SLOTS, 2), [*before, options])
+    assert caught.value.kinds == dict.fromkeys(range(2), kind)
+
+
+def test_one_rank_s_wrong_lengths_are_told_to_all() -> None:
+    calls = [{"lengths": ALL}, {"lengths": ALL, "odd": {"lengths": ALL + 1}}]
+    with pytest.raises(RankError, match="rank 1 of this call failed") as caught:
+        RANKS.run(2, jobs.decoded_then, contiguous(SLOTS, 2), calls)
+    assert caught.value.kinds == {0: "RuntimeError", 1: "ValueError"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -290,3 +291,33 @@ def test_what_does_not_fit_is_said(start: str, call: Callable[[], object]) -> No
     with pytest.raises(ValueError) as caught:
         call()
     assert_one_sentence(caught, start)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: layouts.balanced(16, 2, tw.causal()),
+            "balanced: mask must be a tilewise Mask, got int",
+        ),
+        (lambda: layouts.zigzag(16.0, 1), "size must be an integer, got 16.0"),
+        (lambda: layouts.contiguous("16", 1), "size must be an integer, got '16'"),
+        (lambda: layouts.striped(16, 2.0), "ranks must be an integer, got 2.0"),
+        (
+            lambda: layouts.zigzag(16, 1).segments(tw.causal(), 0, 3),
+            r"rank must be in \[0, 1\), got 3",
+        ),
+        (
+            lambda: layouts.zigzag(16, 1).segments(tw.causal(), -1, 0),
+            r"rank must be in \[0, 1\), got -1",
+        ),
+        (
+            lambda: layouts.zigzag(16, 1).segments("x", 0, 0),
+            "segments: mask must be a tilewise Mask",
+        ),
+        (lambda: layouts.zigzag(16, 1).areas("x"), "areas: mask must be a tilewise Mask, got str"),
+    ],
+)
+def test_what_is_no_size_rank_or_mask_is_said(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -70,3 +70,19 @@ def test_the_table_has_every_size() -> None:
     assert {row.schedule for row in rows if row.ranks == 1024} == {"ring", "all_gather", "usp"}
     assert all(0 < row.efficiency <= 1 for row in rows)
     assert all(row.tflops <= H200.forward_flops / 1e12 for row in rows)
+
+
+def test_the_busiest_rank_is_what_counts() -> None:
+    """Of 12 heads over 8 ranks some have two, as if there were 16."""
+    uneven = predict("ulysses", SHAPE._replace(H=12, G=12), 8, FREE)
+    even = predict("ulysses", SHAPE._replace(H=16, G=16), 8, FREE)
+    assert same(uneven.seconds, even.seconds)
+    assert same(uneven.tflops, 12 / 16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_alone(name: str) -> None:
+    found = predict(name, SHAPE, 8, SLOW, inner=2, backward=False)
+    messages = {"ring": 7, "all_gather": 4, "ulysses": 2, "usp": 2 + 3}
+    assert same(found.exposed_s, found.received / 1e9 + messages[name] * 1e-3)
+    assert same(predict(name, SHAPE, 8, FREE, inner=2, backward=False).tflops, 1.0)

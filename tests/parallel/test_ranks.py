@@ -186,6 +186,14 @@ def test_a_lost_rank_does_not_keep_the_others() -> None:
     assert found[:2] == ["told in time", "lost"]
 
 
+def test_a_wrong_call_is_told_though_nobody_answers() -> None:
+    """With the gathering's failure as its cause, and what to try."""
+    told = RANKS.run(WORLD, jobs.wrong_alone, Way("ring", zigzag(8, 2)), 3.0)[0]
+    error, cause = told.split(" // ")
+    assert "softcap must be" in error
+    assert "another rank may be in a call that it made before" in cause
+
+
 # ---------------------------------------------------------------- PyTorch's ways
 
 
@@ -248,6 +256,10 @@ def test_unshard_and_its_gradient(ranks: int) -> None:
         (8, (8, 8), None, "ulysses"),
         (4, (4, 4), (2, 2), "usp"),
         (1, (4, 2), None, "all_gather"),
+        # Half of the ranks would have no head.
+        (4, (2, 2), None, "all_gather"),
+        # Three rounds of heads for two and a half.
+        (3, (8, 8), None, "ulysses"),
     ],
 )
 def test_auto_decides_by_bytes_and_says_why(
@@ -262,14 +274,54 @@ def test_auto_decides_by_bytes_and_says_why(
             assert received["ulysses"] < received["all_gather"]
 
 
-def test_many_ranks_ring() -> None:
+def chosen(tokens: int, heads: tuple[int, int], ranks: int, has_grad: bool, why: str = "") -> Any:
     from tilewise.parallel.choice import choose
 
-    shape = Shape(1, 1 << 20, 32, 8, 128, 128, 2)
-    found = choose("auto", shape, (4,), has_grad=False, why_not_ulysses="")
-    assert found.name == "all_gather" and "moves more bytes" in found.rejected["ulysses"]
+    shape = Shape(1, tokens * ranks, *heads, 128, 128, 2)
+    return choose("auto", shape, (ranks,), has_grad=has_grad, why_not_ulysses=why)
+
+
+def test_many_ranks_ring() -> None:
+    found = chosen(512, (32, 8), 4, has_grad=False)
+    assert found.name == "all_gather" and found.rejected["ulysses"] == "it moves no fewer bytes"
+    assert "all_gather receives 6.291 MB a rank, forward; predicted" in str(found)
     # Gradients of keys travel in fp32, those of heads in the inputs' dtype.
-    assert choose("auto", shape, (4,), has_grad=True, why_not_ulysses="").name == "ulysses"
-    found = choose("auto", shape, (16,), has_grad=True, why_not_ulysses="a reason")
+    found = chosen(512, (32, 8), 4, has_grad=True)
+    assert found.name == "ulysses"
+    assert "ulysses receives 15.729 MB a rank, forward and backward; predicted" in str(found)
+    found = chosen(512, (32, 8), 16, has_grad=True, why="a reason")
     assert found.name == "ring" and found.rejected["ulysses"] == "a reason"
-    assert "ring receives" in str(found)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32), (8, 8), (8, 2)])
+def test_auto_takes_no_schedule_that_the_plan_finds_slower(heads: tuple[int, int]) -> None:
+    from tilewise.parallel.model import plan_table
+
+    plan = plan_table(Shape(1, 8192, *heads, 128, 128, 2))
+    for ranks in (8, 16, 32, 64):
+        seconds = {row.schedule: row.seconds for row in plan if row.ranks == ranks}
+        name = chosen(8192, heads, ranks, has_grad=True).name
+        # Up to eight ranks a gather stands for the ring: the plan leaves launches and merges out.
+        other = "all_gather" if ranks <= 8 else "ring"
+        fastest = min((other, "ulysses"), key=lambda n: seconds.get(n, float("inf")))
+        assert name == fastest
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(2, 4), (8, 64), (4, 5)])
+def test_ranks_without_a_head_speak_against_trading(heads: int, ranks: int) -> None:
+    for tokens in (16, 8192):
+        found = chosen(tokens, (heads, heads), ranks, has_grad=True)
+        assert found.name != "ulysses"
+        assert f"{ranks - heads} of {ranks} ranks without work" in found.rejected["ulysses"]
+
+
+def test_the_reasons_of_a_call_with_all_its_arguments() -> None:
+    """And of what rules heads out, where the call itself would go another way too."""
+    way = Way("auto", zigzag(24, 3))
+    for options in ({}, {"mask": tw.causal(), "softcap": 2.0, "sinks": torch.zeros(8)}):
+        names = RANKS.run(3, jobs.explained_with, way, (8, 8), options)
+        assert names == ["ulysses"] * 3
+    assert RANKS.run(3, jobs.explained_with, way, (8, 8), {"dropout_p": 0.5}) == ["all_gather"] * 3
+    with pytest.raises(RankError, match="softcap") as caught:
+        RANKS.run(3, jobs.explained_with, way, (8, 8), {"softcap": -2.0})
+    assert caught.value.kinds == dict.fromkeys(range(3), "ValueError")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .options import UsageError, read_lengths, read_output
+from .options import UsageError, read_dtypes, read_lengths, read_output
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +38,14 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     output = _read_output(arguments.output, device)
     lengths = read_lengths(COMMAND, arguments.lengths)
     lengths = lengths or ([16384, 65536] if on_gpu else [512] if quick else [2048])
-    counts = read_ranks(arguments.ranks) or ([2, 4, 8] if on_gpu else [2] if quick else [2, 4])
+    dtype = _read_dtype(arguments.dtype) or (torch.bfloat16 if on_gpu else torch.float32)
+    named = read_ranks(arguments.ranks)
+    counts = named or ([2, 4, 8] if on_gpu else [2] if quick else [2, 4])
     sizes = Sizes(
         H=32 if on_gpu else 4,
         G=8 if on_gpu else 2,
         D=128 if on_gpu else 64,
-        dtype=torch.bfloat16 if on_gpu else torch.float32,
+        dtype=dtype,
         device=device,
         rounds=3 if quick else 7,
     )
@@ -57,15 +59,17 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
         repeats = 5 if on_gpu else 1
         pieces, problems = measure_all(sizes, lengths, counts, meter, repeats, progress.step)
         rows: list[RankRow] = []
-        world = _world(counts, on_gpu)
-        if world > 1 and not problems:
-            progress.stage("schedules", 1)
-            dtype = str(sizes.dtype).removeprefix("torch.")
+        worlds, too_many = _worlds(counts, on_gpu, is_named=bool(named))
+        if worlds and not problems:
+            progress.stage("schedules", len(worlds))
+            name = str(dtype).removeprefix("torch.")
             kind = "cuda" if on_gpu else "cpu"
             request = over_ranks.Request(
-                lengths[0], sizes.H, sizes.G, sizes.D, dtype, kind, sizes.rounds, repeats
+                lengths[0], sizes.H, sizes.G, sizes.D, name, kind, sizes.rounds, repeats
             )
-            rows = over_ranks.spawn(world, request)
+            for world in worlds:
+                rows += over_ranks.spawn(world, request)
+                progress.step(f"{world} ranks")
     shape = Shape(1, 8192, 32, 8, 128, 128)
     plan = plan_table(shape)
     problems += [row.note for row in rows if row.note]
@@ -92,6 +96,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     _print(pieces, rows, plan, where)
     for problem in problems:
         console.print_line(f"REFUSED {problem}")
+    for count in too_many:
+        console.print_line(f"No schedules over {count} ranks: each wants a GPU of its own.")
     console.print_line(f"The plan is a model of {H200.name}, at 8192 tokens a rank, causal.")
     return 1 if problems else 0
 
@@ -116,11 +122,28 @@ def read_ranks(text: str | None) -> list[int]:
     return found
 
 
-def _world(counts: Sequence[int], on_gpu: bool) -> int:
-    """How many processes run the schedules: as many as there are GPUs; on the CPU, the fewest."""
+def _read_dtype(text: str | None) -> torch.dtype | None:
+    """The one that everything runs in; none where none is named."""
+    if text is None:
+        return None
+    dtypes = read_dtypes(COMMAND, text)
+    if len(dtypes) != 1:
+        raise UsageError(f"{COMMAND}: --dtype takes one dtype here, got {text!r}.")
+    return dtypes[0]
+
+
+def _worlds(counts: Sequence[int], on_gpu: bool, *, is_named: bool) -> tuple[list[int], list[int]]:
+    """Over how many processes the schedules run, and which of the counts named are too many.
+
+    One process a GPU: all of them where no counts are named.
+    """
     import torch
 
-    return torch.cuda.device_count() if on_gpu else min(counts)
+    if not on_gpu:
+        return [count for count in counts if count > 1], []
+    most = torch.cuda.device_count()
+    wanted = [count for count in (counts if is_named else [most]) if count > 1]
+    return [n for n in wanted if n <= most], [n for n in wanted if n > most]
 
 
 def _print(
@@ -141,9 +164,9 @@ def _print(
         ],
         texts=2,
     )  # fmt: skip
-    if rows:
+    for ranks in dict.fromkeys(row.ranks for row in rows):
         console.print_table(
-            f"forward and backward over {rows[0].ranks} ranks, {rows[0].tokens} tokens",
+            f"forward and backward over {ranks} ranks, {rows[0].tokens} tokens",
             ["schedule", "ms", "without messages", "exposed ms", "efficiency", "TFLOP/s a rank",
              "received MB"],
             [
@@ -152,6 +175,7 @@ def _print(
                     f"{row.efficiency:.2f}", f"{row.tflops:.3f}", f"{row.received / 1e6:.3f}",
                 ]
                 for row in rows
+                if row.ranks == ranks
             ],
         )  # fmt: skip
     console.print_table(

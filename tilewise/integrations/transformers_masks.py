@@ -277,11 +277,13 @@ def learn_forms() -> None:
     """
     _FORMS.clear()
     try:
-        made = _samples()
-        _FORMS.update({predicate.__code__: name for name, predicate in made.items()})
-        several = [masking_utils.and_masks(*made.values()), masking_utils.or_masks(*made.values())]
-        if all(_is_understood(predicate) for predicate in [*made.values(), *several]):
-            return
+        # Whatever device the user has made torch's default.
+        with torch.device("cpu"):
+            made = _samples()
+            _FORMS.update({predicate.__code__: name for name, predicate in made.items()})
+            both = [masking_utils.and_masks(*made.values()), masking_utils.or_masks(*made.values())]
+            if all(_is_understood(predicate) for predicate in [*made.values(), *both]):
+                return
     except (AttributeError, KeyError, TypeError):
         # A factory that takes or keeps other arguments.
         pass

@@ -1,17 +1,20 @@
 """Ranks that do not agree on a call are told so, on every rank, before anything is sent.
 
 One exchange of a few strings at the first use of a call; later calls like it skip it, unless
-TILEWISE_CHECK=1. A rank that then goes its own way meets the process group's time-out.
+TILEWISE_CHECK=1. A rank that then goes its own way meets the process group's time-out or abort.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..core.mask import Mask
@@ -25,18 +28,30 @@ def is_forced() -> bool:
     return os.environ.get("TILEWISE_CHECK") == "1"
 
 
+@contextmanager
+def _before_messages(error: Exception | None) -> Iterator[None]:
+    """Where messages fail, a rank that has an error of its own is told that, and both."""
+    try:
+        yield
+    except RuntimeError as failure:
+        if error is not None:
+            raise error from failure
+        raise
+
+
 def agree(
     op: str, links: Sequence[Link], signature: Signature, error: Exception | None = None
 ) -> None:
     """Compare the ranks' signatures, all of them over one or two groups that make a mesh.
 
-    Raises: `error` where this rank has one; RuntimeError where another has; ValueError where what
-        the ranks call differs.
+    Raises: `error` where this rank has one, whether or not the others answer; RuntimeError where
+        another has; ValueError where what the ranks call differs.
     """
     mine: tuple[str, Signature] = (str(error) if error is not None else "", signature)
     found: list[tuple[str, Signature]] = [mine]
-    for link in links:
-        found = [item for part in link.gather_objects(found) for item in part]
+    with _before_messages(error):
+        for link in links:
+            found = [item for part in link.gather_objects(found) for item in part]
     if error is not None:
         raise error
     for rank, (message, _) in enumerate(found):
@@ -52,6 +67,20 @@ def agree(
                 )
 
 
+def agree_by_digest(
+    op: str, link: Link, signature: Signature, error: Exception | None = None
+) -> None:
+    """As `agree`, for every call: 32 bytes say that all is alike, or strings follow."""
+    mine = sha256(repr((str(error) if error else "", sorted(signature.items()))).encode()).digest()
+    with _before_messages(error):
+        digests = link.gather_digests(mine)
+    # All see the same digests, so all go on alike.
+    if len(set(digests)) > 1:
+        agree(op, (link,), signature, error)
+    if error is not None:
+        raise error
+
+
 def describe_mask(mask: Mask) -> str:
     """A mask in a word, with a digest of its tensors; its predicates evaluated."""
     flags, ints, tensors = mask.lower()
@@ -60,6 +89,11 @@ def describe_mask(mask: Mask) -> str:
         digest.update(repr((tensor.shape, tensor.dtype)).encode())
         digest.update(_bytes_of(tensor))
     return f"flags {flags}, ints {ints}, {len(tensors)} tensors, digest {digest.hexdigest()[:12]}"
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Of the numbers in a tensor, whatever its dtype. Waits for a GPU."""
+    return sha256(_bytes_of(tensor.detach().cpu().contiguous().view(torch.uint8))).hexdigest()[:12]
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
@@ -78,6 +112,8 @@ class Memo(Generic[T]):
         # By identity, since a group that is made anew may take an old name. Held, so that no other
         # object takes the identity.
         self._known: dict[tuple[int, ...], tuple[Any, OrderedDict[Any, T]]] = {}
+        # A group that is still held while the interpreter ends has threads that may abort it.
+        atexit.register(self._known.clear)
 
     def recall(self, links: Sequence[Link], key: object, find: Callable[[], T]) -> T:
         """What `find` returned at the first use of `key`, or returns."""

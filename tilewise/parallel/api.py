@@ -19,7 +19,7 @@ from .all_gather import AllGather
 from .choice import ScheduleChoice
 from .layout import Layout
 from .pieces import OP, Attend, Schedule, Terms
-from .prepare import Given, Prepared, Where, choose, links_of, prepare
+from .prepare import Given, Prepared, Where, check, choose, links_of, prepare
 from .ring import Ring
 from .ulysses import ToHeads, ToTokens, kv_heads_of, share_of
 
@@ -155,14 +155,32 @@ def explain_schedule(
     mesh: Any = None,
     group: Any = None,
     schedule: str = "auto",
+    mask: Mask = _FULL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: str = "auto",
 ) -> ScheduleChoice:
     """Which schedule a call of `context_parallel_attention` runs on, why, and why not others.
 
-    Sends nothing; with the bytes that each schedule would receive.
+    Sends nothing.
+
+    Args: those of the call; of tensors only their form matters, and whether q, k or v learns: then
+        bytes and times are of the forward and the backward pass.
+    Returns: the schedule, the reasons, and what each schedule would receive; as text by `str`.
+    Raises: as `context_parallel_attention` for what this rank can tell by itself.
     """
-    where = Where(mesh, group, layout, schedule, _FULL, "auto")
-    return choose(Given(q, k, v, where, links_of(mesh, group), {}, {"bias": bias}))
+    tensors = {"alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks}
+    scalars = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+    where = Where(mesh, group, layout, schedule, mask, backend)
+    check_are_tensors(OP, {"q": q, "k": k, "v": v})
+    given = Given(*_autocast(q, k, v), where, links_of(mesh, group), scalars, tensors)
+    check(given)
+    return choose(given)
 
 
 @torch.compiler.disable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .model import H200, predict
 from .volumes import Shape, all_gather, ring, ulysses
 
 SCHEDULES = ("ring", "all_gather", "ulysses", "usp")
@@ -15,19 +16,27 @@ _MOST_GATHERED = 8
 class ScheduleChoice:
     """Which schedule runs a call, why, why the others do not, and the bytes each would move.
 
-    received: bytes a rank receives by schedule, forward and backward together where there are
-    gradients; with even shards.
+    received: bytes a rank receives by schedule, with even shards; of the forward pass, and of the
+    backward pass too where `has_grad`, which is where something learns.
+    predicted_ms: of these passes by `model.py`, of a causal call on H200s.
     """
 
     name: str
     reason: str
     rejected: dict[str, str] = field(default_factory=dict)
     received: dict[str, float] = field(default_factory=dict)
+    has_grad: bool = False
+    predicted_ms: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.reason}"]
         lines += [f"not {name}: {why}" for name, why in self.rejected.items()]
-        lines += [f"{name} receives {size / 1e6:,.3f} MB" for name, size in self.received.items()]
+        passes = "forward and backward" if self.has_grad else "forward"
+        for name, size in self.received.items():
+            line = f"{name} receives {size / 1e6:,.3f} MB a rank, {passes}"
+            if name in self.predicted_ms:
+                line += f"; predicted {self.predicted_ms[name]:,.3f} ms, causal, on H200s"
+            lines.append(line)
         return "\n".join(lines)
 
 
@@ -64,21 +73,42 @@ def choose(
     if schedule == "ulysses" and why_not_ulysses:
         raise NotImplementedError(f"{op}: schedule 'ulysses' cannot run: {why_not_ulysses}.")
     if schedule != "auto":
-        return ScheduleChoice(schedule, "named by the caller", {}, received)
+        return ScheduleChoice(schedule, "named by the caller", {}, received, has_grad)
+    predicted = {
+        name: 1e3 * predict(name, shape, ranks, H200, backward=has_grad).seconds for name in found
+    }
     gathers = "all_gather" if ranks <= _MOST_GATHERED else "ring"
     rejected = {
         "all_gather": f"it holds the keys of {ranks} ranks (more than {_MOST_GATHERED}) at a time",
         "ring": f"with at most {_MOST_GATHERED} ranks one gather has fewer launches and no merges",
         "usp": "it needs a 2-D mesh",
     }
-    if not why_not_ulysses and received["ulysses"] < received[gathers]:
+    why_not = why_not_ulysses or _why_no_trade(shape, ranks, gathers, received, predicted)
+    if not why_not:
         reason = f"trading heads moves fewer bytes than keys do, at {shape.H}:{shape.G} heads"
-        rejected |= dict.fromkeys(("ring", "all_gather"), "it moves more bytes")
-        return ScheduleChoice("ulysses", f"{reason} over {ranks} ranks", rejected, received)
-    rejected["ulysses"] = why_not_ulysses or "it moves more bytes"
+        reason += f" over {ranks} ranks, and should be no slower"
+        rejected[gathers] = "it moves more bytes, and should be no faster"
+        return ScheduleChoice("ulysses", reason, rejected, received, has_grad, predicted)
+    rejected["ulysses"] = why_not
     reason = {
         "all_gather": "keys and values are gathered a few heads at a time",
         "ring": "keys and values go round, O(S / R) memory",
     }[gathers]
     del rejected[gathers]
-    return ScheduleChoice(gathers, reason, rejected, received)
+    return ScheduleChoice(gathers, reason, rejected, received, has_grad, predicted)
+
+
+def _why_no_trade(
+    shape: Shape, ranks: int, other: str, received: dict[str, float], predicted: dict[str, float]
+) -> str:
+    """Why heads are not traded for tokens though they could be, or nothing."""
+    if ranks > shape.H:
+        return f"{shape.H} heads leave {ranks - shape.H} of {ranks} ranks without work"
+    if received["ulysses"] >= received[other]:
+        return "it moves no fewer bytes"
+    if predicted["ulysses"] > predicted[other]:
+        return (
+            f"it should be slower, {predicted['ulysses']:.3f} ms beside {predicted[other]:.3f}: "
+            "its messages hide behind nothing"
+        )
+    return ""

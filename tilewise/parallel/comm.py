@@ -50,6 +50,19 @@ def _count(kind: str, n_bytes: int) -> None:
         traffic.received[kind] = traffic.received.get(kind, 0) + n_bytes
 
 
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say of a message that failed what may be the reason: the backends speak of sockets alone."""
+    try:
+        yield
+    # A message that was meant for another call may fail in any way, while it is unpickled too.
+    except Exception as error:
+        raise RuntimeError(
+            f"A message between ranks failed: {error}\nanother rank may be in a call that it made "
+            "before; TILEWISE_CHECK=1 compares every call."
+        ) from error
+
+
 @dataclass
 class Pending:
     """Messages under way; `wait` before their buffers are used."""
@@ -58,8 +71,9 @@ class Pending:
     buffers: list[Tensor]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        with _explained():
+            for work in self.works:
+                work.wait()
         self.works, self.buffers = [], []
 
 
@@ -79,6 +93,7 @@ class Link:
     def alone(cls) -> Link:
         return cls(None, 0, 1)
 
+    @_explained()
     def exchange(
         self, kind: str, sent: tuple[Tensor, int], received: tuple[Tensor, int]
     ) -> Pending:
@@ -92,6 +107,7 @@ class Link:
         works = dist.batch_isend_irecv(ops) if ops else []
         return Pending(works, [sent[0], received[0]])
 
+    @_explained()
     def all_gather(self, kind: str, x: Tensor) -> tuple[Tensor, Pending]:
         """`[R, *x.shape]`, x alike in shape on every rank."""
         found = x.new_empty(self.ranks, *x.shape)
@@ -102,6 +118,7 @@ class Link:
         _count(kind, (self.ranks - 1) * x.nbytes)
         return found, Pending([work], [x, found])
 
+    @_explained()
     def all_to_all(
         self, kind: str, x: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> tuple[Tensor, Pending]:
@@ -116,11 +133,13 @@ class Link:
         _count(kind, (sum(received) - received[self.rank]) * x.element_size())
         return found, Pending(works, [x, found])
 
+    @_explained()
     def broadcast(self, x: Tensor) -> None:
         """Rank 0's x to every rank, in place."""
         if self.ranks > 1:
             dist.broadcast(x, dist.get_global_rank(self.group, 0), group=self.group)
 
+    @_explained()
     def gather_objects(self, value: object) -> list[Any]:
         """The value of every rank, on every rank. For small things, rarely."""
         if self.ranks == 1:
@@ -128,6 +147,16 @@ class Link:
         found: list[Any] = [None] * self.ranks
         dist.all_gather_object(found, value, group=self.group)
         return found
+
+    @_explained()
+    def gather_digests(self, digest: bytes) -> list[bytes]:
+        """The digest of every rank, all of one length, on every rank. In tensors on the CPU."""
+        if self.ranks == 1:
+            return [digest]
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        found = torch.empty(self.ranks * len(digest), dtype=torch.uint8, device="cpu")
+        _all_gather(found, mine, group=self.group)
+        return [bytes(row) for row in found.view(self.ranks, -1).tolist()]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ Source: Tree Attention (arXiv 2408.04093).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,16 @@ from ..core.mask_leaves import full, key_padding
 from ..core.partials import Partial, merge
 from ..core.shapes import accumulator_of
 from ..dense.api import attention_partial
-from .agree import Memo, agree
+from ..dense.checks import check_are_tensors, check_call
+from .agree import (
+    Memo,
+    Signature,
+    agree,
+    agree_by_digest,
+    describe_mask,
+    digest_of,
+    is_forced,
+)
 from .comm import Link, flatten, unflatten
 from .layout import Layout
 from .prepare import links_of
@@ -61,39 +70,18 @@ def context_parallel_decode(
         mask, scale, softcap, alibi_slopes, sinks, backend: as for `attention`.
     Returns: `[B, M, H, E]`, the same on every rank.
     Raises: ValueError for what does not fit or differs from rank to rank; NotImplementedError where
-        a gradient is asked for, which `context_parallel_attention` gives.
-    Cost: bytes received per rank (R - 1) B M H (E + 1) 4; each rank reads the slots it holds.
+        a gradient is asked for, which `context_parallel_attention` gives. The ranks compare shapes,
+        dtypes, layout, scalars and lengths: on the CPU at every call; on a GPU, where it would make
+        the host wait, at the first one like it and without what lengths holds. TILEWISE_CHECK=1
+        compares every call, and the numbers in q and lengths too.
+    Cost: bytes received per rank (R - 1) B M H (E + 1) 4, on the CPU and (R - 1) 32 of a digest;
+        each rank reads the slots it holds.
     Deterministic: always.
     Source: Tree Attention (arXiv 2408.04093).
     """
-    links = links_of(mesh, group)
-    key = (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        layout.key,
-        mask.key,
-        scale,
-        softcap,
-        lengths is None,
-    )
-    signature = {"q": f"{q.dtype} {list(q.shape)}", "layout": layout.key, "mask": str(mask.key)}
-    for name, x in (("k", k), ("v", v)):
-        signature[name] = f"{x.dtype} {[*x.shape[:1], *x.shape[2:]]}"
-    signature |= {"scale": str(scale), "softcap": str(softcap), "lengths": str(lengths is None)}
-
-    def compare() -> bool:
-        error = None
-        try:
-            _check(q, k, v, layout, links, lengths)
-        except (ValueError, NotImplementedError) as found:
-            error = found
-        agree(OP, links, signature, error)
-        return True
-
-    _agreed.recall(links, key, compare)
-    (link,) = links
+    check_are_tensors(OP, {"q": q, "k": k, "v": v})
+    link = _link_of(mesh, group)
+    _compare(link, Call(q, k, v, layout, mask, lengths, scale, softcap, alibi_slopes, sinks))
     terms: dict[str, Any] = {
         "scale": scale,
         "softcap": softcap,
@@ -108,33 +96,135 @@ def context_parallel_decode(
     return merge(parts).out.to(q.dtype)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, links: tuple[Link, ...], lengths: Tensor | None
-) -> None:
+class Call(NamedTuple):
+    """The arguments of one rank that have to fit each other and those of the other ranks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: Layout
+    mask: Mask
+    lengths: Tensor | None
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+    @property
+    def reads(self) -> bool:
+        """Whether the numbers in lengths are looked at: where nothing waits for a GPU."""
+        return self.lengths is not None and (self.lengths.device.type == "cpu" or is_forced())
+
+
+def _link_of(mesh: Any, group: Any) -> Link:
+    links = links_of(mesh, group)
     if len(links) != 1:
         raise ValueError(f"{OP}: mesh must have one dim, got {len(links)}.")
-    if layout.ranks != links[0].ranks:
+    return links[0]
+
+
+def _compare(link: Link, call: Call) -> None:
+    """Raise on every rank unless each one's call is right and they are alike.
+
+    On the CPU at every call, by a digest. On a GPU that would make the host wait for it: there at
+    the first of its kind, and at every one under TILEWISE_CHECK=1.
+    """
+    error: Exception | None = None
+    try:
+        _check(call, link)
+    except (ValueError, NotImplementedError) as found:
+        error = found
+    signature = {} if error is not None else _sign(call)
+    if call.q.device.type == "cpu":
+        agree_by_digest(OP, link, signature, error)
+        return
+
+    def at_first() -> bool:
+        agree(OP, (link,), signature, error)
+        return True
+
+    _agreed.recall((link,), tuple(_form_of(x) for x in call), at_first)
+    # Of a call that the ranks agreed on before, in what is not part of its form: not all may ask.
+    if error is not None:
+        raise error
+
+
+def _form_of(x: object) -> object:
+    """What is compared of an argument, whatever it is, without a look at its numbers."""
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype
+    return x.key if isinstance(x, Layout | Mask) else repr(x)
+
+
+def _check(call: Call, link: Link) -> None:
+    """What one rank can say of its own arguments."""
+    q, k, v, layout = call[:4]
+    if not isinstance(layout, Layout):
+        raise ValueError(f"{OP}: layout must be a Layout, got {type(layout).__name__}.")
+    if layout.ranks != link.ranks:
         raise ValueError(
-            f"{OP}: the layout is for {layout.ranks} ranks, the mesh or group has {links[0].ranks}."
+            f"{OP}: the layout is for {layout.ranks} ranks, the mesh or group has {link.ranks}."
         )
-    own = layout.lengths[links[0].rank]
+    own = layout.lengths[link.rank]
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[1] != own or v.shape[1] != own:
         raise ValueError(
             f"{OP}: expected q [B, M, H, D], and k and v with the {own} slots of rank "
-            f"{links[0].rank}, got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
+            f"{link.rank}, got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise NotImplementedError(
             f"{OP}: has no gradient; call it under torch.no_grad(), or train with "
             "context_parallel_attention."
         )
-    if lengths is not None and lengths.device.type == "cpu":
-        odd = ((lengths < q.shape[1]) & (lengths != 0)) | (lengths > layout.size)
+    terms = {
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "alibi_slopes": call.alibi_slopes,
+        "sinks": call.sinks,
+        "bias": None,
+        "dropout_p": 0.0,
+    }
+    check_call(OP, q, k, v, call.mask, terms, {})
+    _check_lengths(call)
+
+
+def _check_lengths(call: Call) -> None:
+    lengths, (B, M) = call.lengths, call.q.shape[:2]
+    if lengths is None:
+        return
+    if not isinstance(lengths, Tensor):
+        raise ValueError(f"{OP}: lengths must be a tensor, got {type(lengths).__name__}.")
+    if lengths.shape != (B,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise ValueError(
+            f"{OP}: lengths must be [B] = [{B}] integers, got {lengths.dtype} "
+            f"{list(lengths.shape)}."
+        )
+    if call.reads:
+        odd = ((lengths < M) & (lengths != 0)) | (lengths > call.layout.size)
         if bool(odd.any()):
             raise ValueError(
-                f"{OP}: lengths must be 0 or from M = {q.shape[1]} to {layout.size}, "
+                f"{OP}: lengths must be 0 or from M = {M} to {call.layout.size}, "
                 f"got {lengths.tolist()[:8]}."
             )
+
+
+def _sign(call: Call) -> Signature:
+    """What must be alike on every rank, in words; under TILEWISE_CHECK=1, numbers too."""
+    forced = is_forced()
+    signature = {"layout": call.layout.key, "mask": str(call.mask.key)}
+    if forced and not call.mask.has_predicate:
+        signature["mask"] = describe_mask(call.mask)
+    for name in ("k", "v"):
+        x = getattr(call, name)
+        signature[name] = f"{x.dtype} {[*x.shape[:1], *x.shape[2:]]}"
+    for name in ("q", "lengths", "alibi_slopes", "sinks"):
+        x = getattr(call, name)
+        signature[name] = "None" if x is None else f"{x.dtype} {list(x.shape)}"
+        if x is not None and forced:
+            signature[name] += f", digest {digest_of(x)}"
+    if call.reads and call.lengths is not None:
+        signature["lengths"] = str(call.lengths.tolist())
+    return signature | {"scale": str(call.scale), "softcap": str(call.softcap)}
 
 
 def _attend_own(

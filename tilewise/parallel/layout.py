@@ -156,9 +156,10 @@ class Layout:
         Exact for a mask of intervals; a mask with bit tiles is "partial" wherever it may be seen.
         batch, heads: B and H, which count where the mask tells them apart.
         """
+        _check_mask("segments", mask)
         found = []
-        keys = self.runs[source].tolist()
-        for q0, q1 in self.runs[rank].tolist():
+        keys = self.runs[self._checked(source)].tolist()
+        for q0, q1 in self.runs[self._checked(rank)].tolist():
             for k0, k1 in keys:
                 rows, columns = (torch.arange(*x, device="cpu") for x in ((q0, q1), (k0, k1)))
                 lows, highs = local_intervals(mask, rows, columns, batch, heads)
@@ -176,6 +177,7 @@ class Layout:
 
         What `rank` computes in all. A layout is balanced where these are alike.
         """
+        _check_mask("areas", mask)
         rows = area_of_rows(mask, self.size, batch, heads)
         return [float(rows[self.positions(rank)].sum()) for rank in range(self.ranks)]
 
@@ -261,6 +263,7 @@ def balanced(
         chunk: tokens of a chunk; a sixteenth of a rank's share when 0.
         batch, heads: B and H, which count where the mask tells them apart.
     """
+    _check_mask("balanced", mask)
     _check(size, ranks)
     if chunk < 0:
         raise ValueError(f"balanced: chunk must be at least 1, or 0 for the default, got {chunk}.")
@@ -283,7 +286,15 @@ def balanced(
 # ---------------------------------------------------------------- helpers
 
 
+def _check_mask(op: str, mask: object) -> None:
+    if not isinstance(mask, Mask):
+        raise ValueError(f"{op}: mask must be a tilewise Mask, got {type(mask).__name__}.")
+
+
 def _check(size: int, ranks: int) -> None:
+    for name, value in (("size", size), ("ranks", ranks)):
+        if not hasattr(value, "__index__"):
+            raise ValueError(f"layout: {name} must be an integer, got {value!r}.")
     if size < 0 or ranks < 1:
         raise ValueError(f"layout: expected size >= 0 and ranks >= 1, got {size} and {ranks}.")
 

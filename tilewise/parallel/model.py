@@ -44,9 +44,10 @@ H200 = Machine("H200, NVLink 4, 400 Gb/s per GPU", 560e12, 480e12, 340e9, 38e9)
 
 @dataclass(frozen=True)
 class Prediction:
-    """One schedule on one machine, forward and backward together.
+    """One schedule on one machine, forward and backward together unless asked for forward alone.
 
-    compute_s: of the rank's share. exposed_s: what messages add to it. received: bytes per rank.
+    compute_s: of the rank that has most to do. exposed_s: what messages add to it. received: bytes
+    per rank.
     """
 
     schedule: str
@@ -85,56 +86,70 @@ def predict(
     *,
     inner: int = 1,
     causal: bool = True,
+    backward: bool = True,
 ) -> Prediction:
     """The prediction for balanced shards.
 
     Args:
         inner: ranks of a Ulysses group, for "usp".
+        backward: False for a forward pass alone.
     """
     flops = flops_of(shape, is_causal=causal) / ranks
-    forward = flops / machine.forward_flops
-    backward = _BACKWARD_FLOPS * flops / machine.backward_flops
+    trading = {"ulysses": ranks, "usp": inner}.get(schedule, 1)
+    busiest = flops / share_at_work(shape.H, trading)
+    compute = [busiest / machine.forward_flops]
+    if backward:
+        compute.append(_BACKWARD_FLOPS * busiest / machine.backward_flops)
     outer = ranks // inner if schedule == "usp" else ranks
     if schedule == "ulysses":
         volume = ulysses(shape, ranks)
-        exposed = _swapped(volume, machine.link(ranks), machine.latency_s)
+        exposed = _swapped(volume, compute, machine.link(ranks), machine.latency_s)
     elif schedule == "all_gather":
         volume = all_gather(shape, ranks)
-        exposed = _gathered(volume, (forward, backward), machine.link(ranks), machine, ranks)
+        exposed = _gathered(volume, compute, machine.link(ranks), machine, ranks)
     elif schedule == "ring":
         volume = ring(shape, ranks)
-        exposed = _ringed(volume, (forward, backward), machine.link(ranks), machine, ranks)
+        exposed = _ringed(volume, compute, machine.link(ranks), machine, ranks)
     else:
         volume = usp(shape, outer, inner)
         part = shape._replace(S=shape.S // outer)
         traded = ulysses(part, inner)
         around = Volume(volume.forward - traded.forward, volume.backward - traded.backward)
-        exposed = _swapped(traded, machine.link(inner), machine.latency_s if inner > 1 else 0.0)
-        exposed += _ringed(around, (forward, backward), machine.link(ranks), machine, outer)
+        latency = machine.latency_s if inner > 1 else 0.0
+        exposed = _swapped(traded, compute, machine.link(inner), latency)
+        exposed += _ringed(around, compute, machine.link(ranks), machine, outer)
     if ranks == 1:
         exposed = 0.0
-    total = flops * (1 + _BACKWARD_FLOPS)
-    return Prediction(schedule, ranks, forward + backward, exposed, volume.total, total)
+    total = flops * (1 + _BACKWARD_FLOPS * backward)
+    received = volume.total if backward else volume.forward
+    return Prediction(schedule, ranks, sum(compute), exposed, received, total)
 
 
-def _swapped(volume: Volume, link: float, latency: float) -> float:
+def share_at_work(heads: int, ranks: int) -> float:
+    """Of the ranks that trade heads, on average while the one with most heads works."""
+    return heads / (ranks * -(-heads // ranks))
+
+
+def _swapped(volume: Volume, compute: Sequence[float], link: float, latency: float) -> float:
     """Two trades forward, two backward; nothing to hide them behind."""
-    return volume.total / link + 4 * latency
+    moved = (volume.forward, volume.backward)[: len(compute)]
+    return sum(moved) / link + 2 * len(moved) * latency
 
 
 def _ringed(
-    volume: Volume, compute: tuple[float, float], link: float, machine: Machine, ranks: int
+    volume: Volume, compute: Sequence[float], link: float, machine: Machine, ranks: int
 ) -> float:
     """Each hop hides behind a step; the gradients' way home does not."""
     if ranks == 1:
         return 0.0
     hops, exposed = ranks - 1, 0.0
     gradients = (volume.backward - volume.forward) / hops / link
-    for moved, total in zip((volume.forward, volume.forward), compute, strict=True):
-        hop = moved / hops / link + machine.latency_s
-        exposed += hops * max(0.0, hop - total / ranks)
-    # K and V, and their gradients one step behind, share the link.
     keys = volume.forward / hops / link + machine.latency_s
+    for total in compute:
+        exposed += hops * max(0.0, keys - total / ranks)
+    if len(compute) == 1:
+        return exposed
+    # K and V, and their gradients one step behind, share the link.
     both = keys + gradients
     step = compute[1] / ranks
     exposed += (hops - 1) * (max(0.0, both - step) - max(0.0, keys - step))
@@ -142,7 +157,7 @@ def _ringed(
 
 
 def _gathered(
-    volume: Volume, compute: tuple[float, float], link: float, machine: Machine, ranks: int
+    volume: Volume, compute: Sequence[float], link: float, machine: Machine, ranks: int
 ) -> float:
     """The first stride of heads waits for its gather, the others hide; the last gradients too."""
     if ranks == 1:
@@ -151,6 +166,8 @@ def _gathered(
     gather = volume.forward / n / link + machine.latency_s
     scatter = (volume.backward - volume.forward) / n / link + machine.latency_s
     exposed = gather + (n - 1) * max(0.0, gather - compute[0] / n)
+    if len(compute) == 1:
+        return exposed
     return exposed + gather + (n - 1) * max(0.0, gather + scatter - compute[1] / n) + scatter
 
 

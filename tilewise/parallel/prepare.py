@@ -105,6 +105,8 @@ def links_of(mesh: Any, group: Any) -> tuple[Link, ...]:
         return (Link.of(dist.group.WORLD if group is None else group),)
     if group is not None:
         raise ValueError(f"{OP}: takes a mesh or a group, got both.")
+    if not hasattr(mesh, "get_group"):
+        raise ValueError(f"{OP}: mesh must be a DeviceMesh, got {type(mesh).__name__}.")
     if mesh.ndim not in (1, 2):
         raise ValueError(f"{OP}: mesh must have one or two dims, got {mesh.ndim}.")
     return tuple(Link.of(mesh.get_group(dim)) for dim in range(mesh.ndim))
@@ -133,7 +135,7 @@ def _prepare(given: Given) -> Prepared:
     prepared: Prepared | None = None
     signature: Signature = {}
     try:
-        _check(given)
+        check(given)
         schedule = choose(given).name
         q, where = given.q, given.where
         sizes = (q.shape[0], q.shape[2], where.layout.size)
@@ -152,7 +154,7 @@ def _prepare(given: Given) -> Prepared:
     return prepared
 
 
-def _check(given: Given) -> None:
+def check(given: Given) -> None:
     """What one rank can say of its own arguments."""
     q, where, layout = given.q, given.where, given.where.layout
     if not isinstance(layout, Layout):
@@ -198,6 +200,9 @@ def choose(given: Given) -> ScheduleChoice:
     why_not = ""
     if bias is not None and bias.dim() > 1 and bias.shape[-2] > 1:
         why_not = "a bias with rows of its own for each query does not travel with the heads"
+    inner = given.links[-1].ranks
+    if given.scalars["dropout_p"] > 0.0 and H % inner:
+        why_not = f"dropout counts heads, so {inner} ranks that trade them must divide H = {H}"
     has_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     sizes = tuple(link.ranks for link in given.links)
     return choose_schedule(
@@ -221,11 +226,6 @@ def _plan(given: Given, schedule: str, mask: Mask) -> Prepared:
         swap = HeadSwap(inner, layout.within(outer.rank * inner.ranks, inner.ranks))
         layout = layout.merged(inner.ranks)
         if has_dropout and inner.ranks > 1:
-            if H % inner.ranks:
-                raise NotImplementedError(
-                    f"{OP}: dropout counts heads, so {inner.ranks} ranks that trade them must "
-                    f"divide H = {H}; use schedule='ring'."
-                )
             numbering = Numbering(B, inner.rank, inner.ranks)
     request = Request(B, max(1, len(heads)), has_dropout or positioned, q.device)
     plan = make_plan(mask, layout, outer.rank, request, gathers=schedule == "all_gather")

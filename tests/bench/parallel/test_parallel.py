@@ -83,7 +83,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     argv = ["bench", "parallel", "--device", "cpu", "--quick", "--lengths", "64", "--ranks", "2,3"]
     assert main([*argv, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert asked == [(2, 64)]
+    assert asked == [(2, 64), (3, 64)]
+    assert [row["ranks"] for row in document["ranks"]] == [2, 3]
     assert {(row["ranks"], row["tokens"]) for row in document["pieces"]} == {(2, 64), (3, 64)}
     assert document["ranks"][0]["exposed_ms"] == 0.5
     assert {row["ranks"] for row in document["plan"]} >= {8, 1024}
@@ -94,11 +95,27 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "REFUSED ring dq: off" in capsys.readouterr().out
 
 
+def test_the_dtype_named_is_the_one_that_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        pieces, "measure_all", lambda sizes, *_: asked.append(sizes.dtype) or ([], [])
+    )
+    monkeypatch.setattr(ranks, "spawn", lambda _, request: asked.append(request.dtype) or [])
+    argv = ["bench", "parallel", "--device", "cpu", "--ranks", "2", "--dtype", "bfloat16"]
+    assert main(argv) == 0
+    assert asked == [torch.bfloat16, "bfloat16"]
+    assert "bfloat16" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["parallel", "--ranks", "two"], "ranks must be integers from 1 on, got 'two'"),
         (["parallel", "--ranks", "0"], "got '0'"),
+        (["parallel", "--dtype", "fp7"], "dtype must be all or some of"),
+        (["parallel", "--dtype", "float32,bfloat16"], "--dtype takes one dtype here"),
         (["parallel", "--grid", "dense"], "--grid is for the bench of one device"),
         (["--ranks", "2"], "--ranks is for tilewise bench parallel"),
     ],
