@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.keys import load_keys
+from ..kernels.launch import Launch
 from ..kernels.masks import BAND, key_span, partial_tile, row_span, visible, whole_tile
 from ..kernels.placement import FIRST_K_TILE, FIRST_Q_TILE, locate
 from ..kernels.recompute import Upstream, load_rows, recompute, store_rows
@@ -344,11 +345,10 @@ def _multiply_rows(
 
 def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients) -> None:
     config = backward_config(call.key)
-    for keys in config.keys:
-        _launch_keys(call, upstream, gradients, keys)
+    kernels = [_launch_of_keys(call, upstream, gradients, keys) for keys in config.keys]
     plan = call.plan_rows(config.rows)
     build = call.build(config.rows, gradients.dq, upstream.dout.ptr)
-    call.launch(
+    rows = Launch(
         _attention_bwd_rows_kernel,
         (plan.n_programs,),
         config.rows,
@@ -356,14 +356,25 @@ def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients
             *call.qkv, upstream, call.operand(gradients.dq), call.statistics(gradients.slopes),
             plan.call, build._replace(is_added=gradients.is_added),
         ),
-        *(gradients.is_added, call.layout_tag(upstream.dout.ptr, gradients.dq)),
+        (gradients.is_added, call.layout_tag(upstream.dout.ptr, gradients.dq)),
     )  # fmt: skip
+    call.launch_together([*(launch for launch, _, _ in kernels), rows])
+    for _, wanted, targets in kernels:
+        if targets is wanted:
+            continue
+        for target, shares in zip(wanted, targets, strict=True):
+            total = shares.unflatten(0, (-1, target.shape[0])).sum(0)
+            if gradients.is_added:
+                target.add_(total)
+            else:
+                target.copy_(total)
 
 
-def _launch_keys(
+def _launch_of_keys(
     call: TritonCall, upstream: Upstream, gradients: Gradients, keys: KeysConfig
-) -> None:
-    """dK, dV or both; by shares of the query heads, then their sum, where programs would be few."""
+) -> tuple[Launch, list[Tensor], list[Tensor]]:
+    """For dK, dV or both: the launch, what is wanted of it, and where it writes: the same tensors,
+    or the fp32 shares `[shares * B, ...]` of the query heads where programs would be few."""
     config = keys.config
     plan = call.plan_keys(config)
     n_shares = call.count_shares(plan.n_programs)
@@ -375,7 +386,7 @@ def _launch_keys(
             for x in wanted
         ]
     build = call.build(config, *targets, upstream.dout.ptr)
-    call.launch(
+    launch = Launch(
         _attention_bwd_keys_kernel,
         (plan.n_programs, n_shares),
         config,
@@ -384,16 +395,9 @@ def _launch_keys(
             -(-(call.H // call.G) // n_shares), keys.has_k, keys.has_v,
             build._replace(is_added=gradients.is_added and n_shares == 1),
         ),
-        *(gradients.is_added, keys.has_k, keys.has_v, call.layout_tag(upstream.dout.ptr, *wanted)),
+        (gradients.is_added, keys.has_k, keys.has_v, call.layout_tag(upstream.dout.ptr, *wanted)),
     )  # fmt: skip
-    if n_shares == 1:
-        return
-    for target, parts in zip(wanted, targets, strict=True):
-        total = parts.unflatten(0, (n_shares, -1)).sum(0)
-        if gradients.is_added:
-            target.add_(total)
-        else:
-            target.copy_(total)
+    return launch, wanted, targets
 
 
 def _slope_gradient(call: TritonCall, slopes: Tensor, rows: Tensor) -> Tensor:

@@ -16,7 +16,15 @@ from ..core.mask_bits import BIT_TILE, Bits, materialise
 from ..core.philox import drop_threshold
 from ..core.tiles import row_intervals
 from ..kernels import lists, masks
-from ..kernels.launch import UNTILED, Config, architecture_of, launch, relaunch
+from ..kernels.launch import (
+    UNTILED,
+    Config,
+    Launch,
+    architecture_of,
+    compile_together,
+    launch,
+    relaunch,
+)
 from ..kernels.structs import (
     Bias,
     Build,
@@ -109,6 +117,7 @@ class TritonCall:
         self._plans: dict[Any, Plan] = {}
         self._builds: dict[Any, Build] = {}
         self._compiled: dict[Any, Any] = {}
+        self._together: set[Any] = set()
 
     def release(self) -> None:
         """Let go of q, k and v, which `on` puts in their place again."""
@@ -151,6 +160,15 @@ class TritonCall:
         else:
             relaunch(compiled, (x, y, z), arguments, self.device)
         return compiled
+
+    def launch_together(self, launches: list[Launch]) -> None:
+        """Launch kernels that belong together; what is new of them is compiled side by side."""
+        tags = tuple(x.tag for x in launches)
+        if tags not in self._together:
+            compile_together(launches, self.device)
+            self._together.add(tags)
+        for x in launches:
+            self.launch(x.kernel, x.grid, x.config, x.arguments, *x.tag)
 
     @cached_property
     def key(self) -> Key:
