@@ -280,7 +280,7 @@ def _load_v(desc, rings, iteration, n_landed, seq, span, head, n0, BUILD: gl.con
         mbarrier.wait(landing, n_landed & 1)
         n_landed += 1
         start, stop = span.start - n0, span.stop - n0
-        _clear_rows(rings.v, slot, start, stop, BLOCK_N, BUILD.value_dim)
+        clear_rows(rings.v, slot, start, stop, BLOCK_N, BUILD.value_dim)
         fence_async_shared()
         mbarrier.arrive(full, count=1)
     else:
@@ -290,7 +290,7 @@ def _load_v(desc, rings, iteration, n_landed, seq, span, head, n0, BUILD: gl.con
 
 
 @gluon.jit
-def _clear_rows(ring, slot, start, stop, ROWS_OF_TILE: gl.constexpr, DIM: gl.constexpr):
+def clear_rows(ring, slot, start, stop, ROWS_OF_TILE: gl.constexpr, DIM: gl.constexpr):
     """Zeros in the rows of a slot outside [start, stop).
 
     A tile lies in memory as panels of up to 64 columns, each as atoms of 8 rows.
