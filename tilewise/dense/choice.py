@@ -104,14 +104,11 @@ def why_not_hopper_backward(piece: Piece, learned: Sequence[bool]) -> str:
 
     learned: whether bias, slopes and sinks want a gradient.
     """
-    terms, positions, band = piece.terms, piece.positions, piece.band
+    terms = piece.terms
     if terms.is_deterministic:
         return "adds dQ up in any order"
     if max(piece.q.shape[-1], piece.v.shape[-1]) > _LARGEST_BACKWARD_DIM:
         return f"takes head dims up to {_LARGEST_BACKWARD_DIM}"
-    is_placed = positions.is_packed or bool(positions.lengths)
-    if is_placed or band is None or band.documents is not None or band.has_tensors:
-        return "takes no documents and no lengths"
     if any(learned) or terms.softcap is not None or terms.alibi_slopes is not None:
         return "takes no softcap, no ALiBi and no sinks that learn"
     if terms.scale <= LEAST_SCALE:

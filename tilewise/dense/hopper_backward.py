@@ -2,7 +2,7 @@
 
 Dims: a program owns 128 keys of one kv head, 64 to each of two consumer warp groups, and visits
     blocks of 64 query rows, head after head of the group.
-Grid: one program for every tile of keys, kv head and batch row.
+Grid: one program for every tile of keys and kv head.
 Math: as in `triton_backward.py`. S^T and dP^T `[keys, rows]` are computed transposed, so that P^T
     and dS^T are left operands of dV and dK straight from registers. dQ of a block needs the dS of
     all keys: both consumers put theirs in shared memory, each multiplies it by half of K's columns,
@@ -44,9 +44,10 @@ from ..kernels.gluon import (
     warpgroup_mma_wait,
 )
 from ..kernels.masks import row_span
-from ..kernels.placement import FIRST_K_TILE, locate
+from ..kernels.placement import FIELDS, FIRST_K_TILE, FIRST_Q_TILE, PACKED, sequence_at
 from ..kernels.structs import decode
-from .hopper_producer import ROWS, SpanBuild, clear_rows
+from ..kernels.tiles import row_base
+from .hopper_producer import ROWS, SpanBuild, clear_rows, find_sequence
 
 BLOCK_M, BLOCK_N = gl.constexpr(64), gl.constexpr(128)
 _N_CONSUMERS = gl.constexpr(2)
@@ -103,65 +104,109 @@ class Memory(NamedTuple):
     landing: Any
 
 
-class Work(NamedTuple):
-    """What a program does: its sequence, kv head and first key; the rows that see its keys, as
-    blocks from `begin` on, n_blocks for each of the group's heads, of which those from `head` on
-    need no test, n_whole of them."""
+class Tile(NamedTuple):
+    """Which keys a program owns: the number of their sequence, the kv head, the tile in the
+    sequence. blocks_of_head: of rows, of all sequences (coded)."""
 
-    seq: Any
+    index: Any
     kv_head: Any
-    n0: Any
+    number: Any
+    blocks_of_head: Any
+
+
+class Work(NamedTuple):
+    """What a program visits: for each of the group's heads n_blocks blocks of rows, from number
+    `begin` of the sequence on, of which those from `head` on need no test, n_whole of them.
+    n_all: for all heads. origin: the first among the blocks of all heads and sequences."""
+
     begin: Any
     head: Any
     n_whole: Any
     n_blocks: Any
-    group: Any
+    n_all: Any
+    origin: Any
+    blocks_of_head: Any
 
 
 @gluon.jit
-def _find_work(call, BUILD: gl.constexpr):
-    seq, kv_head, tile, _ = locate(call.place, gl.program_id(0), BUILD.place, FIRST_K_TILE, False)
+def _locate(call, blocks_of_head, BUILD: gl.constexpr):
+    """As `placement.locate`, before the program's warps take their roles."""
+    place = call.place
+    n_tiles = decode(place.n_tiles)
+    tile = gl.program_id(0) % n_tiles
+    head = gl.program_id(0) // n_tiles
+    if BUILD.place >= PACKED:
+        index = find_sequence(place, tile, FIRST_K_TILE, 4)
+        first = gl.load(place.table + index.to(gl.int64) * FIELDS + FIRST_K_TILE)
+        return Tile(index, head, tile - first, blocks_of_head)
+    else:
+        G = decode(place.H) // decode(place.group)
+        return Tile(head // G, head % G, tile, blocks_of_head)
+
+
+@gluon.jit
+def _sequence(call, tile, BUILD: gl.constexpr):
+    """A program's sequence, and its first key there. Found anew where it is needed: carried around
+    the loop, its fields would take registers."""
+    return sequence_at(call.place, tile.index, BUILD.place), tile.number * BLOCK_N
+
+
+@gluon.jit
+def _find_work(call, tile, BUILD: gl.constexpr):
+    seq, _ = _sequence(call, tile, BUILD)
     SPAN: gl.constexpr = BUILD.span
-    span = row_span(call.mask, seq, kv_head, tile, 0, SPAN)
+    span = row_span(call.mask, seq, tile.kv_head, tile.number, 0, SPAN)
+    if BUILD.place >= PACKED:
+        at = call.place.table + tile.index.to(gl.int64) * FIELDS + FIRST_Q_TILE
+        first = gl.load(at)
+    else:
+        first = tile.index * ((seq.q_stored + BLOCK_M - 1) // BLOCK_M)
+    group, blocks_of_head = decode(call.place.group), decode(tile.blocks_of_head)
     n_blocks = span.n_whole + span.n_partial
-    group = decode(call.place.group)
-    return Work(seq, kv_head, tile * BLOCK_N, span.begin, span.head, span.n_whole, n_blocks, group)
+    origin = tile.kv_head * group * blocks_of_head + first + span.begin
+    return Work(
+        span.begin, span.head, span.n_whole, gl.maximum(n_blocks, 1), n_blocks * group, origin,
+        blocks_of_head,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _block(work, j):
-    """Of a program's block number j the query head and its number in the sequence."""
-    n_blocks = gl.maximum(work.n_blocks, 1)
-    return work.kv_head * work.group + j // n_blocks, work.begin + j % n_blocks
+    """Of a program's block number j: the head in the group, which of the head's blocks it is, and
+    which among all."""
+    head = j // work.n_blocks
+    i = j - head * work.n_blocks
+    return head, i, work.origin + head * work.blocks_of_head + i
 
 
 # ---------------------------------------------------------------- producer
 
 
 @gluon.jit
-def _load_partition(descs, memory, call, BUILD: gl.constexpr):
-    work = _find_work(call, BUILD)
-    seq = work.seq
+def _load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
+    work = _find_work(call, tile, BUILD)
+    seq, n0 = _sequence(call, tile, BUILD)
     # Rows that see something and keys that something sees; others may be NaN, and become 0.
-    first_row, last_row = gl.maximum(seq.low - seq.right, 0), gl.minimum(
-        seq.q_used, seq.high - seq.left
-    )  # fmt: skip
-    first_key, last_key = gl.maximum(seq.low, seq.left), gl.minimum(
-        seq.high, seq.q_used + seq.right
-    )  # fmt: skip
-    n_landed = _load_keys(descs, memory, work, first_key - work.n0, last_key - work.n0, BUILD)
-    n_all = work.n_blocks * work.group
-    for j in range(n_all + 1):
-        h, block = _block(work, gl.maximum(gl.minimum(j, n_all - 1), 0))
+    first_row = gl.maximum(seq.low - seq.right, 0)
+    last_row = gl.minimum(seq.q_used, seq.high - seq.left)
+    first_key = gl.maximum(seq.low, seq.left)
+    last_key = gl.minimum(seq.high, seq.q_used + seq.right)
+    n_landed = _load_keys(descs, memory, seq, tile, first_key - n0, last_key - n0, BUILD)
+    first_head = tile.kv_head * decode(call.place.group)
+    for j in range(work.n_all + 1):
+        head, i, number = _block(work, gl.maximum(gl.minimum(j, work.n_all - 1), 0))
         slot = j % BUILD.slots
         if j >= BUILD.slots:
             mbarrier.wait(memory.empty.index(slot), (j // BUILD.slots - 1) & 1)
-        m0 = block * BLOCK_M
-        is_cut = (m0 < first_row) | ((m0 + BLOCK_M > last_row) & (last_row < seq.q_stored))
-        at = [seq.batch, h, seq.q_first + m0, 0]
+        m0 = (work.begin + i) * BLOCK_M
+        is_cut = m0 + BLOCK_M > last_row
+        if BUILD.place < PACKED:
+            # TMA itself fills up with zeros where storage ends.
+            is_cut = is_cut & (last_row < seq.q_stored)
+        is_cut = is_cut | (m0 < first_row)
+        at = [seq.batch, first_head + head, seq.q_first + m0, 0]
         full = memory.q_full.index(slot)
-        n_rows = decode(call.place.H) * seq.batch + h
-        rows_at = [(n_rows * _count_blocks(seq) + block) * 2 * BLOCK_M]
+        rows_at = [number * 2 * BLOCK_M]
         if is_cut:
             start, stop = first_row - m0, last_row - m0
             n_landed = _land(descs.q, memory.q, memory.landing, at, slot, n_landed)
@@ -180,20 +225,18 @@ def _load_partition(descs, memory, call, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def _count_blocks(seq):
-    return (seq.q_stored + BLOCK_M - 1) // BLOCK_M
-
-
-@gluon.jit
-def _load_keys(descs, memory, work, start, stop, BUILD: gl.constexpr):
+def _load_keys(descs, memory, seq, tile, start, stop, BUILD: gl.constexpr):
     """K and V, with zeros in the rows outside [start, stop). Returns: n_landed."""
-    seq = work.seq
-    is_cut = (start > 0) | ((stop < BLOCK_N) & (stop + work.n0 < seq.k_stored))
+    n0 = tile.number * BLOCK_N
+    is_cut = stop < BLOCK_N
+    if BUILD.place < PACKED:
+        is_cut = is_cut & (stop + n0 < seq.k_stored)
+    is_cut = is_cut | (start > 0)
     full = memory.keys_full.index(0)
     n_landed = 0
     if is_cut:
         for i in gl.static_range(_N_CONSUMERS):
-            at = [seq.batch, work.kv_head, seq.k_first + work.n0 + i * ROWS, 0]
+            at = [seq.batch, tile.kv_head, seq.k_first + n0 + i * ROWS, 0]
             n_landed = _land(descs.k, memory.k, memory.landing, at, i, n_landed)
             clear_rows(memory.k, i, start - i * ROWS, stop - i * ROWS, ROWS, BUILD.dim)
             n_landed = _land(descs.v, memory.v, memory.landing, at, i, n_landed)
@@ -205,7 +248,7 @@ def _load_keys(descs, memory, work, start, stop, BUILD: gl.constexpr):
             full, _N_CONSUMERS * (descs.k.block_type.nbytes + descs.v.block_type.nbytes)
         )
         for i in gl.static_range(_N_CONSUMERS):
-            at = [seq.batch, work.kv_head, seq.k_first + work.n0 + i * ROWS, 0]
+            at = [seq.batch, tile.kv_head, seq.k_first + n0 + i * ROWS, 0]
             tma_load(descs.k, at, full, memory.k.index(i))
             tma_load(descs.v, at, full, memory.v.index(i))
     return n_landed
@@ -258,11 +301,12 @@ def _own_keys(ring, zero, ID: gl.constexpr, DIM: gl.constexpr, BUILD: gl.constex
 
 
 @gluon.jit
-def _mma_partition(descs, memory, call, ID: gl.constexpr, BUILD: gl.constexpr):
+def _mma_partition(
+    descs, memory, call, tile, dk_out, dv_out, ID: gl.constexpr, BUILD: gl.constexpr
+):
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
-    work = _find_work(call, BUILD)
-    n_all = work.n_blocks * work.group
+    work = _find_work(call, tile, BUILD)
     dk = gl.zeros([ROWS, DIM], gl.float32, _accumulator(DIM))
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, _accumulator(VALUE_DIM))
     dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
@@ -272,15 +316,31 @@ def _mma_partition(descs, memory, call, ID: gl.constexpr, BUILD: gl.constexpr):
     mbarrier.wait(memory.q_full.index(0), 0)
     s = _issue_transposed(k_own, memory.q, 0, DIM)
     s = warpgroup_mma_wait(0, [s])
-    for j in range(n_all):
-        s, dk, dv = _visit(s, dk, dv, k_own, v_own, descs, memory, call, work, j, ID, BUILD)
+    for j in range(work.n_all):
+        s, dk, dv = _visit(s, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, ID, BUILD)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
-    at = [work.seq.batch, work.kv_head, work.seq.k_first + work.n0 + ID * ROWS, 0]
     mbarrier.arrive(memory.keys_free.index(0), count=1)
-    _tile(memory.v, ID, ROWS, VALUE_DIM).store(dv.to(memory.v.dtype))
-    mbarrier.wait(memory.keys_free.index(0), 0)
     dk = dk * call.terms.gradient_scale
-    _tile(memory.k, ID, ROWS, DIM).store(dk.to(memory.k.dtype))
+    seq, n0 = _sequence(call, tile, BUILD)
+    at = [seq.batch, tile.kv_head, seq.k_first + n0 + ID * ROWS, 0]
+    n_rows = seq.k_stored - n0 - ID * ROWS
+    if BUILD.place >= PACKED:
+        # TMA does not know where a document ends.
+        if n_rows >= ROWS:
+            _store_tiles(descs, memory, at, dk, dv, ID, BUILD)
+        else:
+            _store_rows(dk_out, at, dk, n_rows, DIM)
+            _store_rows(dv_out, at, dv, n_rows, VALUE_DIM)
+    else:
+        _store_tiles(descs, memory, at, dk, dv, ID, BUILD)
+
+
+@gluon.jit
+def _store_tiles(descs, memory, at, dk, dv, ID: gl.constexpr, BUILD: gl.constexpr):
+    """dK and dV by way of where K and V were, cut by TMA where storage ends."""
+    _tile(memory.v, ID, ROWS, BUILD.value_dim).store(dv.to(memory.v.dtype))
+    mbarrier.wait(memory.keys_free.index(0), 0)
+    _tile(memory.k, ID, ROWS, BUILD.dim).store(dk.to(memory.k.dtype))
     fence_async_shared()
     sync_partition()
     tma_store(descs.dv, at, memory.v.index(ID))
@@ -289,8 +349,22 @@ def _mma_partition(descs, memory, call, ID: gl.constexpr, BUILD: gl.constexpr):
 
 
 @gluon.jit
+def _store_rows(out, at, x, n_rows, DIM: gl.constexpr):
+    """The first n_rows of a consumer's rows."""
+    LAYOUT: gl.constexpr = x.type.layout
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
+    base = row_base(out, at[0], at[2], at[1])
+    ptrs = base + (rows.to(gl.int64) * out.stride_m)[:, None] + cols[None, :]
+    # Heads are neighbours, so their stride is what a row stores.
+    mask = (rows < n_rows)[:, None] & (cols < out.stride_h)[None, :]
+    gl.store(ptrs, x.to(out.ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
 def _visit(
-    s, dk, dv, k_own, v_own, descs, memory, call, work, j, ID: gl.constexpr, BUILD: gl.constexpr
+    s, dk, dv, k_own, v_own, descs, memory, call, tile, work, j,
+    ID: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
     """One block of rows. s: its scores. Returns: the scores of the next one, dk, dv."""
     DIM: gl.constexpr = BUILD.dim
@@ -300,7 +374,7 @@ def _visit(
     slot, phase = j % BUILD.slots, (j // BUILD.slots) & 1
     half = j & 1
     zero = j >> 30
-    h, block = _block(work, j)
+    _, i, number = _block(work, j)
     if not BUILD.keeps_keys:
         v_own = _own_keys(memory.v, zero, ID, VALUE_DIM, BUILD)
         k_own = _own_keys(memory.k, zero, ID, DIM, BUILD)
@@ -309,9 +383,8 @@ def _visit(
     of_rows = memory.rows.index(slot)
     COLUMN: gl.constexpr = gl.SliceLayout(0, _accumulator(BLOCK_M))
     lse = load_columns(of_rows, 0, BLOCK_M, COLUMN)
-    i = block - work.begin
     if (i < work.head) | (i >= work.head + work.n_whole):
-        s = _mask(s, work, block * BLOCK_M, ID)
+        s = _mask(s, call, tile, (work.begin + i) * BLOCK_M, ID, BUILD)
     p = exp2_fast(s * call.terms.scale - lse[None, :])
     left = gl.convert_layout(p.to(DTYPE), _left_operand(VALUE_DIM))
     dv = warpgroup_mma(left, _tile(memory.dout, slot, BLOCK_M, VALUE_DIM), dv, is_async=True)
@@ -340,19 +413,18 @@ def _visit(
     fence_async_shared()
     sync_partition()
     mbarrier.arrive(memory.empty.index(slot), count=1)
-    n_rows = decode(call.place.H) * work.seq.batch + h
-    at = ((n_rows * _count_blocks(work.seq) + block) * _N_CONSUMERS + ID) * ROWS_OF_BUFFER
+    at = (number * _N_CONSUMERS + ID) * ROWS_OF_BUFFER
     tma_reduce_add(descs.dq, [at, 0], memory.dq.index(ID))
     s = warpgroup_mma_wait(0, [s])
     return s, dk, dv
 
 
 @gluon.jit
-def _mask(s, work, m0, ID: gl.constexpr):
+def _mask(s, call, tile, m0, ID: gl.constexpr, BUILD: gl.constexpr):
     """-inf where a row does not see a key."""
-    seq = work.seq
+    seq, n0 = _sequence(call, tile, BUILD)
     KEY: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    n = work.n0 + ID * ROWS + gl.arange(0, ROWS, layout=KEY)
+    n = n0 + ID * ROWS + gl.arange(0, ROWS, layout=KEY)
     is_key = (n >= seq.low) & (n < seq.high)
     stop = gl.where(is_key, n - seq.left + 1, 0)
     return mask_columns(s, n - seq.right - m0, stop - m0, True, ROWS, BLOCK_M)
@@ -382,9 +454,10 @@ def _in_registers_order(dq, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _attention_bwd_hopper_kernel(
-    q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc, call,
-    BUILD: gl.constexpr,
+    q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc, dk, dv, call,
+    blocks_of_head, BUILD: gl.constexpr,
 ):  # fmt: skip
+    tile = _locate(call, blocks_of_head, BUILD)
     descs = Descriptors(q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc)
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
@@ -427,9 +500,9 @@ def _attention_bwd_hopper_kernel(
     PRODUCER_REGISTERS: gl.constexpr = BUILD.registers[1]
     gl.warp_specialize(
         [
-            (_mma_partition, (descs, memory, call, 0, BUILD)),
-            (_mma_partition, (descs, memory, call, 1, BUILD)),
-            (_load_partition, (descs, memory, call, BUILD)),
+            (_mma_partition, (descs, memory, call, tile, dk, dv, 0, BUILD)),
+            (_mma_partition, (descs, memory, call, tile, dk, dv, 1, BUILD)),
+            (_load_partition, (descs, memory, call, tile, BUILD)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

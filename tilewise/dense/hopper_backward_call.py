@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..kernels.launch import Config, Launch
+from ..kernels.structs import code
 from . import hopper_backward, hopper_rows
 from .hopper_backward import BackwardBuild
 from .hopper_config import backward_config, tile_dim
@@ -30,12 +31,12 @@ def attention_gradients(
     dlse = None if dlse is None else contiguous_statistics(dlse)
     dim, value_dim = tile_dim(piece.q.shape[-1]), tile_dim(piece.v.shape[-1])
     config = backward_config(dim, value_dim)
-    n_blocks = call.B * call.H * -(-call.M // _M)
+    by_rows, by_keys = call.plan_rows(config.launch), call.plan_keys(config.launch)
+    n_blocks, place = by_rows.n_programs, by_rows.call.place
     rows = lse.new_empty(n_blocks * 2 * _M)
     buffer = lse.new_empty(n_blocks * _M * dim // _COLUMNS, _COLUMNS)
     inputs = (piece.q, piece.k, piece.v)
     dq, dk, dv = (new_rows(x.shape, x.dtype, x.device) for x in inputs)
-    plan = call.plan_keys(config.launch)
     descriptors = (
         describe_tiles(q, _M, dim),
         describe_tiles(k, _N // 2, dim),
@@ -51,25 +52,26 @@ def attention_gradients(
         config.slots, config.keeps_keys, config.registers,
     )  # fmt: skip
     by_block = Config(_M, 0, 4, 1)
+    operands = call.operand(dk), call.operand(dv)
     call.launch_together(
         [
             Launch(
                 hopper_rows._attention_bwd_hopper_prepare_kernel, (n_blocks,), by_block,
                 (
                     call.operand(out), call.operand(dout), call.statistics(lse),
-                    call.statistics(dlse), rows, buffer, call.M, call.H, dim, call.dims[1],
-                    call.is_wide(out, dout),
+                    call.statistics(dlse), rows, buffer, place, dim, call.dims[1],
+                    call.place_kind, call.is_wide(out, dout),
                 ),
                 (out.dtype, dlse is None, call.layout_tag(out, dout)),
             ),
             Launch(
-                hopper_backward._attention_bwd_hopper_kernel, (plan.n_programs,), config.launch,
-                (*descriptors, plan.call, build),
+                hopper_backward._attention_bwd_hopper_kernel, (by_keys.n_programs,), config.launch,
+                (*descriptors, *operands, by_keys.call, code(n_blocks // call.H), build),
             ),
             Launch(
                 hopper_rows._attention_bwd_hopper_finish_kernel, (n_blocks,), by_block,
                 (
-                    buffer, call.operand(dq), piece.terms.scale, call.M, call.H, dim,
+                    buffer, call.operand(dq), piece.terms.scale, place, dim, call.place_kind,
                 ),
             ),
         ]
