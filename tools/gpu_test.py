@@ -22,6 +22,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -49,6 +50,8 @@ KERNELS = (
     "tilewise/*/warm.py",
     "tilewise/core/band.py",
 )
+# Verifications at a time: each is a process, busy with compiling.
+_VERIFIERS = max(2, (os.cpu_count() or 2) * 3 // 8)
 # Beside torch and Triton.
 NEEDED = ("pytest", "xdist", "hypothesis")
 
@@ -162,13 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Written as they come, so that they outlive a run that is cut short.
     os.environ["TILEWISE_FAILURES"] = str(logs / "failures.txt")
     start, sources = time.monotonic(), hash_sources(ROOT)
-    runs = _start_verifying(logs)
-    try:
+    with ThreadPoolExecutor(_VERIFIERS) as pool:
+        runs = _start_verifying(logs, pool)
         code = subprocess.run(_pytest(arguments.workers, logs), cwd=ROOT, check=False).returncode
-        verified = [_finish_verifying(op, process, logs) for op, process in runs.items()]
-    finally:
-        for process in runs.values():
-            process.kill()
+        verified = [run.result() for run in runs]
     seconds = time.monotonic() - start
     tests = read_tests(logs / "tests.xml")
     print(f"{len(tests.passed)} passed, {len(tests.failed)} failed, {seconds:.0f} s in all.")
@@ -208,8 +208,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", default=str(ROOT / RECORD), help="default: %(default)s")
     parser.add_argument("--logs", default=str(ROOT / "build" / "gpu-test"), help="a folder")
     parser.add_argument("--commit", help="where the checkout is a copy without git")
-    # The processes that verify have a core each.
-    workers = max(2, min(12, (os.cpu_count() or 2) - 4))
+    workers = max(2, min(24, (os.cpu_count() or 2) * 3 // 4))
     parser.add_argument("--workers", type=int, default=workers, help="of pytest, on one GPU")
     return parser.parse_args(argv)
 
@@ -238,36 +237,29 @@ def _pytest(workers: int, logs: Path) -> list[str]:
     return [*command, *SUITES]
 
 
-def _start_verifying(logs: Path) -> dict[str, subprocess.Popen[bytes]]:
+def _start_verifying(logs: Path, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any] | None]]:
     """`tilewise verify --all` is every op in every dtype; here each in a process of its own."""
     from tilewise.catalog import OPS
     from tilewise.cli.options import DTYPES
 
-    found = {}
-    for op in OPS:
-        for dtype in DTYPES:
-            name = f"{op.name}-{dtype}"
-            command = [sys.executable, "-m", "tilewise.cli", "verify", op.name, "--dtype", dtype]
-            with (logs / f"{name}.json").open("wb") as out, (logs / f"{name}.log").open("wb") as e:
-                found[name] = subprocess.Popen(
-                    [*command, "--device", DEVICE, "--json"], cwd=ROOT, stdout=out, stderr=e
-                )
-    return found
+    return [pool.submit(_verify, op.name, dtype, logs) for op in OPS for dtype in DTYPES]
 
 
-def _finish_verifying(
-    op: str, process: subprocess.Popen[bytes], logs: Path
-) -> dict[str, Any] | None:
+def _verify(op: str, dtype: str, logs: Path) -> dict[str, Any] | None:
     """What one process found, or None if anything failed, which is then printed."""
-    code = process.wait()
-    text = (logs / f"{op}.json").read_text(encoding="utf-8")
+    name = f"{op}-{dtype}"
+    command = [sys.executable, "-m", "tilewise.cli", "verify", op, "--dtype", dtype]
+    command += ["--device", DEVICE, "--json"]
+    with (logs / f"{name}.json").open("wb") as out, (logs / f"{name}.log").open("wb") as errors:
+        code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=errors, check=False).returncode
+    text = (logs / f"{name}.json").read_text(encoding="utf-8")
     if not text:
-        print(f"verify {op} ended with {code}:")
-        print((logs / f"{op}.log").read_text(encoding="utf-8")[-2000:])
+        print(f"verify {name} ended with {code}:")
+        print((logs / f"{name}.log").read_text(encoding="utf-8")[-2000:])
         return None
     found: dict[str, Any] = json.loads(text)
     print(
-        f"verify {op}: {found['within_budget']} of {found['rows']} within budget, "
+        f"verify {name}: {found['within_budget']} of {found['rows']} within budget, "
         f"{found['seconds']:.0f} s"
     )
     for failure in found["failures"][:10]:

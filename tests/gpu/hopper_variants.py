@@ -1,15 +1,18 @@
-"""Compile what the hopper tests need, several at once: `python -m tests.gpu.hopper_variants NAME`.
+"""Compile what the hopper tests need, several at once: `python -m tests.gpu.hopper_variants NAMES`.
 
 A process compiles one kernel after the other, seconds each; Triton's cache on disk serves the rest.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,18 +109,31 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 
 
 def compile_all() -> None:
-    """Everything, in processes of their own."""
+    """Everything, in processes of their own; once, however many workers of pytest ask for it."""
+    run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    done = Path(tempfile.gettempdir()) / f"tilewise-hopper-{run_id}"
+    with open(f"{done}.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            _compile_now()
+            done.touch()
 
-    def run(name: str) -> str:
-        command = [sys.executable, "-m", "tests.gpu.hopper_variants", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-        return f"{name}: {done.stderr[-2000:]}" if done.returncode else ""
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        failed = [problem for problem in pool.map(run, VARIANTS) if problem]
+def _compile_now() -> None:
+    names, cores = list(VARIANTS), os.cpu_count() or 1
+
+    def run(some: list[str]) -> str:
+        command = [sys.executable, "-m", "tests.gpu.hopper_variants", *some]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        return f"{some}: {done.stderr[-2000:]}" if done.returncode else ""
+
+    # A process for each core: what they import takes as long as a kernel.
+    with ThreadPoolExecutor(cores) as pool:
+        failed = [x for x in pool.map(run, (names[i::cores] for i in range(cores))) if x]
     assert not failed, "\n".join(failed)
 
 
 if __name__ == "__main__":
-    VARIANTS[sys.argv[1]]()
+    for name in sys.argv[1:]:
+        VARIANTS[name]()
     torch.cuda.synchronize()

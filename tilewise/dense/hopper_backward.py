@@ -333,6 +333,8 @@ def _mma_partition(
             _store_rows(dv_out, at, dv, n_rows, VALUE_DIM)
     else:
         _store_tiles(descs, memory, at, dk, dv, ID, BUILD)
+    # Shared memory stays until all of it has left.
+    tma_store_wait(0)
 
 
 @gluon.jit
@@ -345,7 +347,6 @@ def _store_tiles(descs, memory, at, dk, dv, ID: gl.constexpr, BUILD: gl.constexp
     sync_partition()
     tma_store(descs.dv, at, memory.v.index(ID))
     tma_store(descs.dk, at, memory.k.index(ID))
-    tma_store_wait(0)
 
 
 @gluon.jit
