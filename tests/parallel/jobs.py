@@ -268,6 +268,58 @@ def benched(rank: Rank, request: Any) -> list[Any]:
     return measure_here(request)
 
 
+def benched_wrong(rank: Rank, request: Any) -> list[Any]:
+    """The same with a ring that is wrong."""
+    from tilewise.bench.parallel import contestants
+    from tilewise.bench.parallel.ranks import measure_here
+
+    right = contestants.Run.local
+
+    def wrong(run: Any, *arguments: Any) -> Any:
+        found = right(run, *arguments)
+        is_ring = run.prepared.schedule == "ring"
+        return found._replace(out=found.out * 1.01) if is_ring else found
+
+    contestants.Run.local = wrong
+    try:
+        return measure_here(request)
+    finally:
+        contestants.Run.local = right
+
+
+def parted(rank: Rank, cell: Any, form: dict[str, Any]) -> list[dict[str, int]]:
+    """How often a ring and its parts call the core, and what they receive."""
+    from tilewise.bench.parallel.contestants import build_ours, work_of
+    from tilewise.parallel import pieces
+
+    layout = cell.layout(2)
+    shapes = [(1, layout.lengths[rank.index], form[h], form["D"]) for h in ("H", "G", "G", "H")]
+    work = work_of([torch.randn(s) for s in shapes], cell.build_mask(), has_gradients=True)
+    one = build_ours(work, layout, "ring", rank.groups[2])
+    right, found = pieces.arguments_of, []
+
+    def counted(*arguments: Any) -> Any:
+        found[-1]["calls"] += 1
+        return right(*arguments)
+
+    pieces.arguments_of = counted
+    try:
+        for call in (one.call, *(one.parts[name] for name in ("local", "messages", "neither"))):
+            found.append({"calls": 0})
+            with count_traffic() as traffic:
+                call()
+            found[-1]["received"] = traffic.total
+    finally:
+        pieces.arguments_of = right
+    return found
+
+
+def traced(rank: Rank, request: Any) -> None:
+    from tilewise.bench.parallel.trace import record
+
+    record(request)
+
+
 def example(rank: Rank, ranks: int, text: Tensor, settings: Any) -> list[float]:
     """The loss curve of examples/train_long.py."""
     from examples import train_long

@@ -42,7 +42,7 @@ class AllGather:
     is_split: bool = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Accumulator:
-        total, group = Accumulator.empty(q, v.shape[-1]), q.shape[2] // k.shape[2]
+        total, group = Accumulator(q, v.shape[-1]), q.shape[2] // k.shape[2]
         for g, k_all, v_all in self._gathered(k, v):
             heads = slice(g.start * group, g.stop * group)
             part, some = total.of_heads(heads), slice_heads(extras, heads)

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..core.mask import Mask
 from ..core.partials import Partial
-from ..dense.choice import choose_for_pieces
 from .layout import Layout
-from .pieces import Accumulator, Backward, Extras, Terms
+from .pieces import Accumulator, Backward, Extras, Terms, backend_of_pieces
 from .plan import Plan, Request, make_plan
 from .visible import on_device
 
@@ -37,8 +36,8 @@ class Looped(NamedTuple):
 
 def plain_terms(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Terms:
     """The terms of a call with none, on the backend that it would run on."""
-    name = choose_for_pieces("loopback", backend, q, k, v)
-    return Terms(q.shape[-1] ** -0.5, None, 0.0, None, "tiled(own)" if name == "tiled" else name)
+    name = backend_of_pieces("loopback", backend, q, k, v)
+    return Terms(q.shape[-1] ** -0.5, None, 0.0, None, name)
 
 
 def plans_of(layout: Layout, mask: Mask, q: Tensor, *, by_position: bool = False) -> list[Plan]:
@@ -75,7 +74,7 @@ def loopback(
     mine = [_rows_of(extras, layout, rank) for rank in range(layout.ranks)]
     results = []
     for plan, own, (own_q, _, own_v, _) in zip(plans, mine, shards, strict=True):
-        total = Accumulator.empty(own_q, own_v.shape[-1])
+        total = Accumulator(own_q, own_v.shape[-1])
         for calls, (_, keys, values, _) in zip(plan.calls, shards, strict=True):
             total.add(own_q, keys, values, calls, own, meant)
         results.append(total.finish(None))

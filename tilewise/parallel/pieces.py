@@ -22,6 +22,7 @@ from torch import Tensor
 from ..core.partials import Partial, merge_into
 from ..core.shapes import accumulator_of
 from ..dense.checks import check_call
+from ..dense.choice import choose_for_pieces
 from ..dense.ops import Arguments, Attention
 from .numbered import Numbering
 from .plan import Call
@@ -91,6 +92,19 @@ def arguments_of(
     return found._replace(rng=terms.rng, backend=terms.backend)
 
 
+def backend_of_pieces(op: str, backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What pieces of these tensors name as their backend.
+
+    Raises: as `choose_for_pieces`.
+    """
+    name = choose_for_pieces(op, backend, q, k, v)
+    if name == "tiled":
+        # Partials are fp32, and of their backward PyTorch's fused op has no part.
+        return "tiled(own)"
+    # Each piece on the fastest that takes it.
+    return "auto" if backend == "auto" and name == "triton" else name
+
+
 def slice_bias(bias: Tensor | None, call: Call) -> Tensor | None:
     """The part of a bias `[B|1, H|1, local M|1, S|1]` that one call reads."""
     if bias is None:
@@ -112,22 +126,31 @@ def slice_heads(extras: Extras, heads: slice) -> Extras:
 
 
 class Accumulator:
-    """The running partial of all rows of this rank: out `[B, M, H, E]`, lse `[B, H, M]`."""
+    """The running partial of all rows of this rank: out `[B, M, H, E]`, lse `[B, H, M]`.
 
-    def __init__(self, out: Tensor, lse: Tensor, *, is_empty: bool = False) -> None:
-        self.out, self.lse = out, lse
-        self._is_empty = is_empty
+    place: where it has to be, a part of another's.
+    """
 
-    @classmethod
-    def empty(cls, q: Tensor, E: int) -> Accumulator:
-        (B, M, H), dtype = q.shape[:3], accumulator_of(q.dtype)
-        out = torch.zeros(B, M, H, E, dtype=dtype, device=q.device)
-        lse = torch.full((B, H, M), float("-inf"), dtype=dtype, device=q.device)
-        return cls(out, lse, is_empty=True)
+    def __init__(self, q: Tensor, E: int, place: Partial | None = None) -> None:
+        self._q, self._E, self._partial = q, E, place
+        # Rows that nothing was added to need no merge.
+        self._added: list[tuple[int, int]] = []
+
+    @property
+    def partial(self) -> Partial:
+        """What was added so far; nothing is visible where nothing was."""
+        if self._partial is None:
+            q, dtype = self._q, accumulator_of(self._q.dtype)
+            B, M, H = q.shape[:3]
+            out = torch.zeros(B, M, H, self._E, dtype=dtype, device=q.device)
+            lse = torch.full((B, H, M), float("-inf"), dtype=dtype, device=q.device)
+            self._partial = Partial(out, lse)
+        return self._partial
 
     def of_heads(self, heads: slice) -> Accumulator:
         """A view of some query heads, to which nothing was added yet."""
-        return Accumulator(self.out[:, :, heads], self.lse[:, heads], is_empty=self._is_empty)
+        out, lse = self.partial
+        return Accumulator(self._q[:, :, heads], self._E, Partial(out[:, :, heads], lse[:, heads]))
 
     def add(
         self, q: Tensor, k: Tensor, v: Tensor, calls: Iterable[Call], extras: Extras, terms: Terms
@@ -135,21 +158,24 @@ class Accumulator:
         """Merge the partials of some calls into their rows."""
         for call in calls:
             part = run_call(q, k, v, call, extras, terms)
+            is_new = all(call.q1 <= q0 or q1 <= call.q0 for q0, q1 in self._added)
+            self._added.append((call.q0, call.q1))
+            if self._partial is None and (call.q0, call.q1) == (0, q.shape[1]):
+                self._partial = part
+                continue
             rows = slice(call.q0, call.q1)
-            target = Partial(self.out[:, rows], self.lse[..., rows])
-            if self._is_empty:
+            target = Partial(self.partial.out[:, rows], self.partial.lse[..., rows])
+            if is_new:
                 target.out.copy_(part.out)
                 target.lse.copy_(part.lse)
             else:
                 merge_into(target, part)
-            # What comes after the first call may meet rows that it did not have.
-            self._is_empty = False
 
     def finish(self, sinks: Tensor | None) -> Partial:
-        whole = Partial(self.out, self.lse)
+        whole = self.partial
         if sinks is not None:
-            logits = sinks.to(self.lse.dtype).reshape(1, -1, 1).expand_as(self.lse)
-            merge_into(whole, Partial(torch.zeros_like(self.out), logits))
+            logits = sinks.to(whole.lse.dtype).reshape(1, -1, 1).expand_as(whole.lse)
+            merge_into(whole, Partial(torch.zeros_like(whole.out), logits))
         return whole
 
 

@@ -62,6 +62,16 @@ class Side:
         runs = torch.tensor([[0, size]], device="cpu")
         return cls(torch.arange(size, device="cpu"), runs if size else runs[:0])
 
+    def halves(self) -> tuple[Side, Side]:
+        """The earlier tokens and the later ones, as many of each."""
+        middle = self.positions.numel() // 2
+        if middle == 0:
+            return Side(self.positions[:0], self.runs[:0]), self
+        edge = int(self.positions[middle])
+        front, back = self.runs.clamp(max=edge), self.runs.clamp(min=edge)
+        front, back = (x[x[:, 1] > x[:, 0]] for x in (front, back))
+        return Side(self.positions[:middle], front), Side(self.positions[middle:], back)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -82,11 +92,14 @@ class Plan:
     """The calls of one rank for each rank's keys.
 
     calls: by source rank. hops: after how many steps of a ring no rank needs another's keys.
+    halves: the calls of the rank's own keys again, those of its earlier queries and of its later
+        ones; where nothing hops, all are among the latter.
     whole: the calls against the keys of the whole sequence, in ascending order.
     """
 
     calls: tuple[tuple[Call, ...], ...]
     hops: int
+    halves: tuple[tuple[Call, ...], tuple[Call, ...]]
     whole: tuple[Call, ...]
 
 
@@ -106,12 +119,19 @@ def make_plan(
     # One copy for all calls that take the mask as it is.
     placed = _Placed({id(here): on_device(here, B, H, size, request.device)}, request)
     if gathers:
-        return Plan((), 0, placed.all(plan_calls(here, rows, Side.whole(size), request)))
+        whole = placed.all(plan_calls(here, rows, Side.whole(size), request))
+        return Plan((), 0, ((), ()), whole)
     calls = tuple(
         placed.all(plan_calls(here, rows, Side.of(layout, source), request))
         for source in range(layout.ranks)
     )
-    return Plan(calls, _count_hops(here, layout, request), ())
+    hops = _count_hops(here, layout, request)
+    if hops == 0:
+        return Plan(calls, hops, ((), calls[rank]), ())
+    (early, late), first = rows.halves(), rows.positions.numel() // 2
+    halves = [plan_calls(here, half, rows, request) for half in (early, late)]
+    halves[1] = [call._replace(q0=call.q0 + first, q1=call.q1 + first) for call in halves[1]]
+    return Plan(calls, hops, (placed.all(halves[0]), placed.all(halves[1])), ())
 
 
 @dataclass(frozen=True)

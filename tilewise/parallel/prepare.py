@@ -21,7 +21,7 @@ from .comm import Link
 from .layout import Layout
 from .masks import of_heads, tells_heads_apart
 from .numbered import Numbering
-from .pieces import OP
+from .pieces import OP, backend_of_pieces
 from .plan import Plan, Request, make_plan
 from .ulysses import HeadSwap, share_of
 from .visible import on_device
@@ -229,7 +229,6 @@ def _plan(given: Given, schedule: str, mask: Mask) -> Prepared:
             numbering = Numbering(B, inner.rank, inner.ranks)
     request = Request(B, max(1, len(heads)), has_dropout or positioned, q.device)
     plan = make_plan(mask, layout, outer.rank, request, gathers=schedule == "all_gather")
-    backend = choose_for_pieces(OP, given.where.backend, q, given.k, given.v)
     return Prepared(
         schedule=schedule,
         plan=plan,
@@ -237,8 +236,7 @@ def _plan(given: Given, schedule: str, mask: Mask) -> Prepared:
         ring_layout=layout,
         swap=swap,
         is_split=not (has_dropout or tells_heads_apart(mask)),
-        # Partials are fp32, and of their backward PyTorch's fused op has no part.
-        backend="tiled(own)" if backend == "tiled" else backend,
+        backend=backend_of_pieces(OP, given.where.backend, q, given.k, given.v),
         numbering=numbering,
         kept=(given.where.mask, given.where.layout),
     )
