@@ -223,11 +223,16 @@ def test_dropout_keeps_the_bits_of_one_rank(schedule: str) -> None:
 # ---------------------------------------------------------------- everything with everything
 
 
-def combination(index: int) -> tuple[Way, dict[str, Tensor], dict[str, Any], str]:
-    """The index-th choice of all that may be chosen, and the error that it must raise, if any."""
+def combination(
+    index: int, counts: tuple[int, ...] = (1, 2, 3, 4, 8), usp_counts: tuple[int, ...] = (2, 4, 8)
+) -> tuple[Way, dict[str, Tensor], dict[str, Any], str]:
+    """The index-th choice of all that may be chosen, and the error that it must raise, if any.
+
+    counts, usp_counts: of ranks.
+    """
     choose = random.Random(index).choice
     schedule, mask = choose(ALL), choose(list(MASKS))
-    ranks = choose((2, 4, 8) if schedule == "usp" else (1, 2, 3, 4, 8))
+    ranks = choose(usp_counts if schedule == "usp" else counts)
     term, heads = choose(("none", *TERMS)), choose(((6, 2), (8, 8), (6, 1)))
     counts = term not in ("none", "softcap", "sinks")
     # One token a stripe is hundreds of pieces where something counts by position.
