@@ -143,7 +143,7 @@ def _request(
         sizes.D,
         str(sizes.dtype).removeprefix("torch."),
         sizes.device.type,
-        rounds=sizes.rounds,
+        rounds=min(5, sizes.rounds) if on_gpu else sizes.rounds,
         sample_s=0.02 if on_gpu else 0.0,
         output=str(output or ""),
         trace=arguments.trace or "",

@@ -47,6 +47,7 @@ class AllGather:
             heads = slice(g.start * group, g.stop * group)
             part, some = total.of_heads(heads), slice_heads(extras, heads)
             part.add(q[:, :, heads], k_all, v_all, self.plan.whole, some, self.terms)
+            part.settle()
         return total
 
     def backward(self, state: Backward) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.mask import Mask
 from ..core.partials import Partial
 from .layout import Layout
-from .pieces import Accumulator, Backward, Extras, Terms, backend_of_pieces
+from .pieces import Accumulator, Backward, Extras, Terms, backend_of_pieces, deltas_of
 from .plan import Plan, Request, make_plan
 from .visible import on_device
 
@@ -79,7 +79,7 @@ def loopback(
             total.add(own_q, keys, values, calls, own, meant)
         results.append(total.finish(None))
     states = [
-        _state_of(shard, own, found)
+        _state_of(shard, own, found, meant)
         for shard, own, found in zip(shards, mine, results, strict=True)
     ]
     for plan, state in zip(plans, states, strict=True):
@@ -99,10 +99,10 @@ def _rows_of(extras: Extras, layout: Layout, rank: int) -> Extras:
     return extras._replace(bias=bias)
 
 
-def _state_of(shard: list[Tensor], extras: Extras, found: Partial) -> Backward:
+def _state_of(shard: list[Tensor], extras: Extras, found: Partial, terms: Terms) -> Backward:
     q, k, v, dout = shard
     wide = found.out.dtype
-    delta = (dout.to(wide) * found.out).sum(-1).transpose(1, 2).contiguous()
+    delta = deltas_of(found.out, dout, None, terms)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     dbias, dslopes = (
         None if x is None else torch.zeros_like(x, dtype=wide) for x in (extras.bias, extras.slopes)

@@ -53,9 +53,17 @@ class Terms:
     backend: str
     numbering: Numbering | None = None
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether rows are merged by kernels, as pieces are computed."""
+        return not self.backend.startswith("tiled")
+
 
 class Schedule(Protocol):
     """How keys and values reach the queries of this rank, and gradients their owners."""
+
+    @property
+    def terms(self) -> Terms: ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Accumulator: ...
 
@@ -135,6 +143,8 @@ class Accumulator:
         self._q, self._E, self._partial = q, E, place
         # Rows that nothing was added to need no merge.
         self._added: list[tuple[int, int]] = []
+        # The last partial of rows that had one, which `finish` may merge and round at once.
+        self._waiting: tuple[slice, Partial, Terms] | None = None
 
     @property
     def partial(self) -> Partial:
@@ -164,19 +174,55 @@ class Accumulator:
                 self._partial = part
                 continue
             rows = slice(call.q0, call.q1)
-            target = Partial(self.partial.out[:, rows], self.partial.lse[..., rows])
             if is_new:
+                target = self._of_rows(rows)
                 target.out.copy_(part.out)
                 target.lse.copy_(part.lse)
             else:
-                merge_into(target, part)
+                self.settle()
+                self._waiting = (rows, part, terms)
+
+    def _of_rows(self, rows: slice) -> Partial:
+        return Partial(self.partial.out[:, rows], self.partial.lse[..., rows])
+
+    def settle(self, final: Tensor | None = None) -> None:
+        """Merge what waits; into `final` in its dtype too. The last call of a part of another's."""
+        if self._waiting is not None:
+            rows, part, terms = self._waiting
+            self._waiting = None
+            merge_part(self._of_rows(rows), part, terms, final)
 
     def finish(self, sinks: Tensor | None) -> Partial:
+        self.settle()
         whole = self.partial
         if sinks is not None:
             logits = sinks.to(whole.lse.dtype).reshape(1, -1, 1).expand_as(whole.lse)
             merge_into(whole, Partial(torch.zeros_like(whole.out), logits))
         return whole
+
+    def finish_as(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Partial]:
+        """out in a dtype, a tensor of its own, and the partial."""
+        if self._waiting is None or sinks is not None or dtype == self.partial.out.dtype:
+            whole = self.finish(sinks)
+            return whole.out.to(dtype, copy=dtype == whole.out.dtype), whole
+        rows, out = self._waiting[0], self.partial.out
+        rounded = torch.empty(out.shape, dtype=dtype, device=out.device)
+        for others in (slice(0, rows.start), slice(rows.stop, out.shape[1])):
+            rounded[:, others] = out[:, others]
+        self.settle(rounded[:, rows])
+        return rounded, self.partial
+
+
+def merge_part(total: Partial, part: Partial, terms: Terms, final: Tensor | None = None) -> None:
+    """`merge_into`, and then out to `final` in its dtype, where there is one."""
+    if terms.has_kernels:
+        from .triton_rows import merge_rows
+
+        merge_rows(total, part, final)
+        return
+    merge_into(total, part)
+    if final is not None:
+        final.copy_(total.out)
 
 
 def run_call(q: Tensor, k: Tensor, v: Tensor, call: Call, extras: Extras, terms: Terms) -> Partial:
@@ -283,6 +329,17 @@ class Backward:
             target.add_(grad if numbering is None else numbering.own(grad, target))
 
 
+def deltas_of(out: Tensor, dout: Tensor, dlse: Tensor | None, terms: Terms) -> Tensor:
+    """rowsum(dO * O) - dLSE of each row, `[B, H, M]`."""
+    if terms.has_kernels:
+        from .triton_rows import row_deltas
+
+        return row_deltas(out, dout, dlse)
+    products = torch.where(out == 0, 0.0, dout.to(out.dtype) * out)
+    delta = products.sum(-1).transpose(1, 2)
+    return (delta if dlse is None else delta - dlse).contiguous()
+
+
 class Attend(torch.autograd.Function):
     """`(out, lse)` of a schedule, with gradients through both.
 
@@ -296,12 +353,12 @@ class Attend(torch.autograd.Function):
         sinks: Tensor | None, schedule: Schedule, out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         extras = Extras(bias, slopes, sinks)
-        out, lse = schedule.forward(q, k, v, extras).finish(sinks)
+        rounded, (out, lse) = schedule.forward(q, k, v, extras).finish_as(sinks, out_dtype)
         ctx.schedule = schedule
         # delta comes from this out; rounded to 16 bits it would be over the error budget.
         ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks)
         ctx.set_materialize_grads(False)
-        return out.to(out_dtype, copy=out_dtype == out.dtype), lse
+        return rounded, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -310,10 +367,7 @@ class Attend(torch.autograd.Function):
         wide = out.dtype
         if dout is None:
             dout = torch.zeros_like(out, dtype=q.dtype)
-        products = torch.where(out == 0, 0.0, dout.to(wide) * out)
-        delta = products.sum(-1).transpose(1, 2)
-        if dlse is not None:
-            delta = delta - dlse
+        delta = deltas_of(out, dout, dlse, ctx.schedule.terms)
         wanted = [
             x if x is not None and want else None
             for x, want in zip((bias, slopes), ctx.needs_input_grad[3:5], strict=True)
@@ -323,7 +377,7 @@ class Attend(torch.autograd.Function):
             for x in (q, k, v, *wanted)
         ]
         extras = Extras(bias, slopes, sinks)
-        state = Backward(q, k, v, extras, dout, lse, delta.contiguous(), *sums)
+        state = Backward(q, k, v, extras, dout, lse, delta, *sums)
         ctx.schedule.backward(state)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[5]:

@@ -18,6 +18,8 @@ from ...parallel.layout import Layout, contiguous, document_zigzag, zigzag
 from ..cases import BOTH, FORWARD
 from .pieces import BACKWARD_FLOPS
 
+# Longer sequences take seconds: fewer contestants, fewer rounds.
+LONG = 1 << 17
 MASKS = ("causal", "documents", "full")
 DIRECTIONS = (FORWARD, BOTH)
 # Eight documents, as shares of the sequence; no edge falls on a tile's or a rank's.
@@ -75,11 +77,11 @@ class Cell:
 
 def cells_of(lengths: Sequence[int]) -> tuple[Cell, ...]:
     """Every mask at every length, what says most first, forward before both."""
-    # The middle length is the longest that has little of both, messages and waiting.
-    order = sorted(lengths, key=lambda n: (n > 1 << 17, -n))
-    found = [("causal", n) for n in order]
-    found += [(mask, n) for mask in ("documents", "full") for n in order if n <= 1 << 17]
-    found += [(mask, n) for mask in ("documents", "full") for n in order if n > 1 << 17]
+    short = sorted((n for n in lengths if n <= LONG), reverse=True)
+    long = sorted(n for n in lengths if n > LONG)
+    found = [(mask, n) for mask in ("causal", "documents") for n in short]
+    found += [("causal", n) for n in long] + [("full", n) for n in short]
+    found += [(mask, n) for mask in ("documents", "full") for n in long]
     return tuple(Cell(mask, n, direction) for mask, n in found for direction in DIRECTIONS)
 
 
@@ -160,4 +162,6 @@ class RankRow:
 
     def as_json(self) -> dict[str, Any]:
         derived = ("exposed_ms", "exposed_share", "efficiency")
-        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+        values = {**asdict(self), **{name: getattr(self, name) for name in derived}}
+        # JSON has no infinity.
+        return {n: None if x == float("inf") else x for n, x in values.items()}

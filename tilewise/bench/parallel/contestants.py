@@ -22,6 +22,9 @@ from ...parallel.prepare import Given, Prepared, Where, links_of, prepare
 
 SCHEDULES = ("ring", "all_gather", "ulysses")
 PEERS = {"PyTorch flash": "FLASH_ATTENTION", "PyTorch cuDNN": "CUDNN_ATTENTION"}
+BEST_PEER = "PyTorch cuDNN"
+# Of a peer's name: every query head gets a kv head of its own.
+REPEATED = ", kv heads repeated"
 
 Call = Callable[[], Sequence[Tensor]]
 
@@ -198,12 +201,15 @@ def build_peer(work: Work, tokens: int, name: str, *, is_causal: bool) -> Contes
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    kernel = getattr(SDPBackend, PEERS[name])
+    kernel = getattr(SDPBackend, PEERS[name.removesuffix(REPEATED)])
+    group = work.q.shape[2] // work.k.shape[2] if name.endswith(REPEATED) else 1
     world: Any = dist.group.WORLD
     mesh = DeviceMesh.from_group(world, work.q.device.type)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if group > 1:
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
         return out.transpose(1, 2)
 

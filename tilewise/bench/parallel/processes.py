@@ -27,7 +27,7 @@ def _start(rank: int, ranks: int, folder: str, request: Request) -> None:
     options: dict[str, Any] = {"backend": "gloo"}
     if request.device == "cuda":
         torch.cuda.set_device(rank)
-        options = {"backend": "nccl", "device_id": torch.device("cuda", rank)}
+        options = {"backend": "nccl"}
     else:
         torch.set_num_threads(1)
     dist.init_process_group(store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT, **options)

@@ -13,9 +13,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,11 @@ from ...parallel.comm import count_traffic
 from ...parallel.model import H200, Machine, predict
 from ...parallel.volumes import Shape
 from ..harness import describe_error
-from .cells import Cell, RankRow, Request
+from .cells import LONG, Cell, RankRow, Request
 from .contestants import (
+    BEST_PEER,
     PEERS,
+    REPEATED,
     SCHEDULES,
     Call,
     Contestant,
@@ -57,7 +58,7 @@ class Session:
     urgent: Any = None
     start: float = field(default_factory=time.monotonic)
     rows: list[RankRow] = field(default_factory=list)
-    problems: dict[tuple[str, str, bool], tuple[str, float]] = field(default_factory=dict)
+    problems: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
     singles: dict[Cell, float] = field(default_factory=dict)
 
@@ -145,16 +146,9 @@ def _build(session: Session, cell: Cell) -> tuple[list[Contestant], dict[str, Ra
     mask = cell.build_mask()
     own = layout.lengths[dist.get_rank()]
     work = work_of(_random(request, own), mask, has_gradients=cell.has_gradients)
-    builders: dict[str, Callable[[], Any]] = {
-        name: partial(build_ours, work, layout, name) for name in SCHEDULES
-    }
-    if request.has_peers and cell.mask != "documents":
-        is_causal = cell.mask == "causal"
-        for name in PEERS:
-            builders[name] = partial(build_peer, work, cell.tokens, name, is_causal=is_causal)
     found, rows = [], {}
     form = (cell.mask, cell.tokens, cell.direction)
-    for name, build in builders.items():
+    for name in _names(session, cell):
         note, used = _verified(session, cell, name)
         is_ours = name in SCHEDULES
         row = RankRow(name, ranks, *form, budget_used=used, note=note, is_ours=is_ours)
@@ -162,12 +156,28 @@ def _build(session: Session, cell: Cell) -> tuple[list[Contestant], dict[str, Ra
             session.keep(row)
             continue
         rows[name] = row
-        found.append(build())
-    if request.has_variants and "ring" in rows and cell.mask == "causal" and cell.tokens <= 1 << 17:
+        if is_ours:
+            found.append(build_ours(work, layout, name))
+        else:
+            found.append(build_peer(work, cell.tokens, name, is_causal=cell.mask == "causal"))
+    if request.has_variants and "ring" in rows and cell.mask == "causal" and cell.tokens <= LONG:
         for one in build_variants(work, layout, session.urgent):
             found.append(one)
             rows[one.name] = replace(rows["ring"], contestant=one.name)
     return found, rows
+
+
+def _names(session: Session, cell: Cell) -> list[str]:
+    """Who takes part. Of peers that are wrong with fewer kv heads, those that repeat them."""
+    is_long = cell.tokens > LONG
+    names = [name for name in SCHEDULES if name != "ulysses" or not is_long]
+    if session.request.has_peers and cell.mask != "documents":
+        for name in PEERS:
+            if is_long and name != BEST_PEER:
+                continue
+            is_wrong = bool(_verified(session, cell, name)[0])
+            names += [name, name + REPEATED] if is_wrong else [name]
+    return names
 
 
 def _build_single(session: Session, cell: Cell) -> Call:
@@ -291,13 +301,13 @@ def _fitted(session: Session, cell: Cell, row: RankRow) -> Machine | None:
 
 def _verified(session: Session, cell: Cell, name: str) -> tuple[str, float]:
     """Why a contestant is not timed, or nothing; and what it used of its budget at most."""
-    key = (name, cell.mask, cell.has_gradients)
+    key = (name, cell.mask)
     if key not in session.problems:
         try:
             text, used = _verify(session.request, replace(cell, tokens=_length(session)), name)
         # A peer may fail in any way.
         except Exception as error:
-            text, used = describe_error(error), float("inf")
+            text, used = describe_error(error)[:300], float("inf")
         # One rank's problem is everyone's, so that no rank waits for another.
         found = gathered((text, used))
         limit = 1.0 if name in SCHEDULES else _WRONG
