@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.parallel.ranks import POOLS, Rank
+from tilewise.core.philox import draw_rng
 from tilewise.core.tolerance import BudgetReport
 from tilewise.dense import budget
 from tilewise.dense.budget import Case
@@ -55,13 +56,15 @@ def forward(
     rank: Rank, way: Way, tensors: dict[str, Tensor], options: dict[str, Any], seed: int
 ) -> tuple[Tensor, Tensor]:
     """A job: this rank's shards in, its rows of out and lse back."""
-    from tilewise.parallel.api import context_parallel_attention_partial
+    from tilewise.parallel import api
 
     torch.manual_seed(seed)
+    # The oracle is on the CPU, and a GPU's generator draws other numbers.
+    api.draw_rng = lambda device: draw_rng(torch.device("cpu")).to(device)
     leaves = {n: shard(x, n, way.layout, rank).requires_grad_() for n, x in tensors.items()}
     q, k, v = (leaves[name] for name in BY_TOKEN)
     extras = {name: x for name, x in leaves.items() if name not in BY_TOKEN}
-    found = context_parallel_attention_partial(q, k, v, **extras, **options, **place(rank, way))
+    found = api.context_parallel_attention_partial(q, k, v, **extras, **options, **place(rank, way))
     rank.kept["graph"] = (list(leaves.values()), found)
     return found.out.detach(), found.lse.detach()
 

@@ -65,8 +65,8 @@ Job = Callable[..., Any]
 class Ranks:
     """The pool: `run` sends a job to the first ranks. A failure may end it; it then starts anew.
 
-    is_turned: whether pools of other processes take turns. GPUs that several processes share give
-    each a slice of time, and messages of two that wait for each other seldom meet in one.
+    is_turned: on GPUs, whether pools of other processes take turns. A GPU gives each process a
+    slice of time, and two that wait for each other's messages seldom have theirs at once.
     """
 
     def __init__(self, backend: str = "gloo", world: int = WORLD) -> None:
@@ -119,8 +119,10 @@ class Ranks:
         if self._processes and all(process.is_alive() for process in self._processes):
             return
         self.stop()
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        # A process that is forked from one that asked for GPUs may have none.
+        context: Any = mp.get_context("spawn" if self.is_turned else "forkserver")
+        if not self.is_turned:
+            context.set_forkserver_preload(_PRELOADED)
         store = tempfile.mktemp(prefix="tilewise-ranks-")
         for rank in range(self.world):
             here, there = context.Pipe()

@@ -31,9 +31,10 @@ MESHES = GPU_MESHES[R]
 
 @pytest.fixture(autouse=True)
 def on_the_host() -> Iterator[None]:
+    usual = torch.get_default_device()
     torch.set_default_device("cpu")
     yield
-    torch.set_default_device(None)
+    torch.set_default_device(usual)
 
 
 def way_of(schedule: str, layout: str, ranks: int = R, size: int = cases.S) -> Way:
