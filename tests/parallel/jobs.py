@@ -332,9 +332,9 @@ def parted(rank: Rank, cell: Any, form: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def traced(rank: Rank, request: Any) -> None:
-    from tilewise.bench.parallel.trace import record
+    from tilewise.bench.parallel.trace import record, traced_cell
 
-    record(request)
+    record(request, traced_cell(request.cells))
 
 
 def example(rank: Rank, ranks: int, text: Tensor, settings: Any) -> list[float]:

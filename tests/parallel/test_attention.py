@@ -195,6 +195,16 @@ def test_c219_the_error_does_not_grow_with_the_ranks(ranks: int, dtype: torch.dt
     check_over_ranks(way, qkv(dtype=dtype), mask=tw.causal(), out_dtype=torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("schedule", ALL)
+def test_rows_that_one_call_computes_are_rounded_at_once(schedule: str, dtype: torch.dtype) -> None:
+    """Over more than a few keys delta is as good from an out in 16 bits."""
+    way = way_of(schedule, "zigzag", 4, 200)
+    check_over_ranks(way, qkv(200, dtype=dtype), mask=tw.causal())
+    alone = Way("ring", layouts.contiguous(200, 4))
+    check_over_ranks(alone, qkv(200, dtype=dtype), mask=tw.documents([0, 50, 100, 150, 200]))
+
+
 # ---------------------------------------------------------------- bits
 
 

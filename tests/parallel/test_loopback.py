@@ -154,7 +154,11 @@ def test_rows_are_merged_as_partials_are(M: int, E: int, dtype: torch.dtype) -> 
     plain = Partial(*(x.clone() for x in parts[0]))
     merge_into(plain, parts[1])
     final = torch.full((2, M, 3, E), float("nan"), dtype=dtype)
+    unkept = Partial(*(x.clone() for x in parts[0]))
+    merge_rows(unkept, parts[1], rounded := torch.empty_like(final), keeps=False)
+    assert torch.equal(unkept.out, parts[0].out)
     merge_rows(*parts, final)
+    assert torch.equal(rounded, final)
     total = parts[0]
     floor = 16 * torch.finfo(torch.float32).eps
     assert_lse_within_budget(total.lse, exact.lse, torch.float32)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +29,8 @@ from .numbered import Numbering
 from .plan import Call
 
 OP = "context_parallel_attention"
+# Over more keys than these the rounding of out averages out of delta, as in the dense backward.
+_FEW_KEYS = 128
 
 
 class Extras(NamedTuple):
@@ -65,7 +68,14 @@ class Schedule(Protocol):
     @property
     def terms(self) -> Terms: ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Accumulator: ...
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether one call computes all of a row, over more than a few keys."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, dtype: torch.dtype | None
+    ) -> Accumulator: ...
 
     def backward(self, state: Backward) -> None: ...
 
@@ -113,6 +123,12 @@ def backend_of_pieces(op: str, backend: str, q: Tensor, k: Tensor, v: Tensor) ->
     return "auto" if backend == "auto" and name == "triton" else name
 
 
+def adds_nothing(calls: Iterable[Call], keys: int) -> bool:
+    """Whether no row is in two of the calls, over a sequence of so many keys, more than a few."""
+    rows = sorted((call.q0, call.q1) for call in calls)
+    return keys > _FEW_KEYS and all(a[1] <= b[0] for a, b in pairwise(rows))
+
+
 def slice_bias(bias: Tensor | None, call: Call) -> Tensor | None:
     """The part of a bias `[B|1, H|1, local M|1, S|1]` that one call reads."""
     if bias is None:
@@ -136,11 +152,15 @@ def slice_heads(extras: Extras, heads: slice) -> Extras:
 class Accumulator:
     """The running partial of all rows of this rank: out `[B, M, H, E]`, lse `[B, H, M]`.
 
+    dtype: of out, where every row has one call and so nothing is added up; fp32 when None.
     place: where it has to be, a part of another's.
     """
 
-    def __init__(self, q: Tensor, E: int, place: Partial | None = None) -> None:
+    def __init__(
+        self, q: Tensor, E: int, dtype: torch.dtype | None = None, place: Partial | None = None
+    ) -> None:
         self._q, self._E, self._partial = q, E, place
+        self._dtype = accumulator_of(q.dtype) if dtype is None else dtype
         # Rows that nothing was added to need no merge.
         self._added: list[tuple[int, int]] = []
         # The last partial of rows that had one, which `finish` may merge and round at once.
@@ -150,24 +170,25 @@ class Accumulator:
     def partial(self) -> Partial:
         """What was added so far; nothing is visible where nothing was."""
         if self._partial is None:
-            q, dtype = self._q, accumulator_of(self._q.dtype)
+            q, wide = self._q, accumulator_of(self._q.dtype)
             B, M, H = q.shape[:3]
-            out = torch.zeros(B, M, H, self._E, dtype=dtype, device=q.device)
-            lse = torch.full((B, H, M), float("-inf"), dtype=dtype, device=q.device)
+            out = torch.zeros(B, M, H, self._E, dtype=self._dtype, device=q.device)
+            lse = torch.full((B, H, M), float("-inf"), dtype=wide, device=q.device)
             self._partial = Partial(out, lse)
         return self._partial
 
     def of_heads(self, heads: slice) -> Accumulator:
         """A view of some query heads, to which nothing was added yet."""
         out, lse = self.partial
-        return Accumulator(self._q[:, :, heads], self._E, Partial(out[:, :, heads], lse[:, heads]))
+        place = Partial(out[:, :, heads], lse[:, heads])
+        return Accumulator(self._q[:, :, heads], self._E, self._dtype, place)
 
     def add(
         self, q: Tensor, k: Tensor, v: Tensor, calls: Iterable[Call], extras: Extras, terms: Terms
     ) -> None:
         """Merge the partials of some calls into their rows."""
         for call in calls:
-            part = run_call(q, k, v, call, extras, terms)
+            part = run_call(q, k, v, call, extras, terms, self._dtype)
             is_new = all(call.q1 <= q0 or q1 <= call.q0 for q0, q1 in self._added)
             self._added.append((call.q0, call.q1))
             if self._partial is None and (call.q0, call.q1) == (0, q.shape[1]):
@@ -185,12 +206,15 @@ class Accumulator:
     def _of_rows(self, rows: slice) -> Partial:
         return Partial(self.partial.out[:, rows], self.partial.lse[..., rows])
 
-    def settle(self, final: Tensor | None = None) -> None:
-        """Merge what waits; into `final` in its dtype too. The last call of a part of another's."""
+    def settle(self, final: Tensor | None = None, *, keeps: bool = True) -> None:
+        """Merge what waits; into `final` in its dtype too, and without `keeps` nowhere else.
+
+        The last call of a part of another's.
+        """
         if self._waiting is not None:
             rows, part, terms = self._waiting
             self._waiting = None
-            merge_part(self._of_rows(rows), part, terms, final)
+            merge_part(self._of_rows(rows), part, terms, final, keeps=keeps)
 
     def finish(self, sinks: Tensor | None) -> Partial:
         self.settle()
@@ -200,41 +224,59 @@ class Accumulator:
             merge_into(whole, Partial(torch.zeros_like(whole.out), logits))
         return whole
 
-    def finish_as(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Partial]:
-        """out in a dtype, a tensor of its own, and the partial."""
-        if self._waiting is None or sinks is not None or dtype == self.partial.out.dtype:
+    def finish_as(
+        self, sinks: Tensor | None, dtype: torch.dtype, *, keeps: bool
+    ) -> tuple[Tensor, Partial]:
+        """out in a dtype, and the partial.
+
+        keeps: whether the partial's out is needed.
+        """
+        if self._waiting is None or sinks is not None or dtype == self._dtype:
             whole = self.finish(sinks)
-            return whole.out.to(dtype, copy=dtype == whole.out.dtype), whole
+            return whole.out.to(dtype), whole
         rows, out = self._waiting[0], self.partial.out
         rounded = torch.empty(out.shape, dtype=dtype, device=out.device)
         for others in (slice(0, rows.start), slice(rows.stop, out.shape[1])):
             rounded[:, others] = out[:, others]
-        self.settle(rounded[:, rows])
+        self.settle(rounded[:, rows], keeps=keeps)
         return rounded, self.partial
 
 
-def merge_part(total: Partial, part: Partial, terms: Terms, final: Tensor | None = None) -> None:
-    """`merge_into`, and then out to `final` in its dtype, where there is one."""
+def merge_part(
+    total: Partial, part: Partial, terms: Terms, final: Tensor | None = None, *, keeps: bool = True
+) -> None:
+    """`merge_into`, and then out to `final` in its dtype, where there is one.
+
+    keeps: False where total's out is not needed then.
+    """
     if terms.has_kernels:
         from .triton_rows import merge_rows
 
-        merge_rows(total, part, final)
+        merge_rows(total, part, final, keeps=keeps)
         return
     merge_into(total, part)
     if final is not None:
         final.copy_(total.out)
 
 
-def run_call(q: Tensor, k: Tensor, v: Tensor, call: Call, extras: Extras, terms: Terms) -> Partial:
-    """The partial of one call, of the rows and keys that it names."""
+def run_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    extras: Extras,
+    terms: Terms,
+    dtype: torch.dtype | None = None,
+) -> Partial:
+    """The partial of one call, of the rows and keys that it names; out in fp32 where no dtype."""
     q = q[:, call.q0 : call.q1]
     k, v = k[:, call.k0 : call.k1], v[:, call.k0 : call.k1]
     extras, numbering = extras._replace(bias=slice_bias(extras.bias, call)), terms.numbering
     if numbering is not None:
         q, k, v = (numbering.pack(x) for x in (q, k, v))
     arguments = arguments_of(q, k, v, call, extras, terms)
-    wide = accumulator_of(q.dtype)
-    out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, wide)
+    dtype = accumulator_of(q.dtype) if dtype is None else dtype
+    out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, dtype)
     if numbering is not None:
         out, lse = numbering.unpack(out), numbering.unpack_rows(lse)
     return Partial(out, lse)
@@ -335,7 +377,8 @@ def deltas_of(out: Tensor, dout: Tensor, dlse: Tensor | None, terms: Terms) -> T
         from .triton_rows import row_deltas
 
         return row_deltas(out, dout, dlse)
-    products = torch.where(out == 0, 0.0, dout.to(out.dtype) * out)
+    wide = accumulator_of(out.dtype)
+    products = torch.where(out == 0, 0.0, dout.to(wide) * out)
     delta = products.sum(-1).transpose(1, 2)
     return (delta if dlse is None else delta - dlse).contiguous()
 
@@ -353,9 +396,17 @@ class Attend(torch.autograd.Function):
         sinks: Tensor | None, schedule: Schedule, out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         extras = Extras(bias, slopes, sinks)
-        rounded, (out, lse) = schedule.forward(q, k, v, extras).finish_as(sinks, out_dtype)
+        # delta comes from this out. Of parts that are added up, and in the gradients of bias,
+        # slopes and sinks, it would be over the error budget rounded to 16 bits.
+        is_plain = all(x is None for x in extras) and out_dtype == q.dtype
+        dtype = out_dtype if is_plain and schedule.adds_nothing else None
+        total = schedule.forward(q, k, v, extras, dtype)
+        keeps = any(ctx.needs_input_grad)
+        rounded, (out, lse) = total.finish_as(sinks, out_dtype, keeps=keeps)
         ctx.schedule = schedule
-        # delta comes from this out; rounded to 16 bits it would be over the error budget.
+        if out is rounded and dtype is None:
+            # What is saved must stay as it is.
+            rounded = out.clone()
         ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks)
         ctx.set_materialize_grads(False)
         return rounded, lse
@@ -364,7 +415,7 @@ class Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, bias, slopes, sinks = ctx.saved_tensors
-        wide = out.dtype
+        wide = lse.dtype
         if dout is None:
             dout = torch.zeros_like(out, dtype=q.dtype)
         delta = deltas_of(out, dout, dlse, ctx.schedule.terms)

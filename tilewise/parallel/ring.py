@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .comm import Link, Pending, flatten, unflatten
-from .pieces import Accumulator, Backward, Extras, Terms
+from .pieces import Accumulator, Backward, Extras, Terms, adds_nothing
 from .plan import Plan
 
 
@@ -37,8 +37,15 @@ class Ring:
     lengths: tuple[int, ...]
     terms: Terms
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Accumulator:
-        total = Accumulator(q, v.shape[-1])
+    @property
+    def adds_nothing(self) -> bool:
+        own = self.plan.calls[self.link.rank]
+        return self.plan.hops == 0 and adds_nothing(own, sum(self.lengths))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, dtype: torch.dtype | None
+    ) -> Accumulator:
+        total = Accumulator(q, v.shape[-1], dtype)
         travel = _Travel(self, k, v)
         for step in range(self.plan.hops + 1):
             source, (k_now, v_now) = travel.next(step)

@@ -10,6 +10,7 @@ Math: share = exp(part_lse - lse), out += share (part_out - out); delta = rowsum
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,7 +41,7 @@ def _lerp(a, b, share):
 @triton.jit(do_not_specialize=["M", "H"])
 def _merge_rows_kernel(
     out, part_out, final, lse, part_lse, M, H,
-    DIMS: tl.constexpr, IS_WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    DIMS: tl.constexpr, IS_WIDE: tl.constexpr, KEEPS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Merge `part` into `out` and `lse`; out in the dtype of `final` too, where there is one."""
     b, h, m0, stored = _row_tile(M, H, BLOCK_M)
@@ -63,7 +64,8 @@ def _merge_rows_kernel(
     merged = ()
     for i in tl.static_range(len(DIMS) - 1):
         merged = merged + (_lerp(tile[i], part[i], share),)
-    store_tile(base, out.stride_m, merged, stored, BLOCK_M, DIMS, False, IS_WIDE)
+    if KEEPS:
+        store_tile(base, out.stride_m, merged, stored, BLOCK_M, DIMS, False, IS_WIDE)
     if final.ptr is not None:
         final_base = row_base(final, b, m0, h)
         store_tile(final_base, final.stride_m, merged, stored, BLOCK_M, DIMS, False, IS_WIDE)
@@ -72,7 +74,7 @@ def _merge_rows_kernel(
 @triton.jit
 def _row_product(o, do):
     # An out of 0 adds nothing: an empty row is all 0, and its dO may be anything.
-    return tl.sum(tl.where(o == 0.0, 0.0, o * do.to(tl.float32)), 1)
+    return tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)
 
 
 @triton.jit(do_not_specialize=["M", "H"])
@@ -93,9 +95,12 @@ def _row_deltas_kernel(
     tl.store(statistics_base(delta, b, m0, h) + rows, total, mask=stored)
 
 
-def merge_rows(total: Partial, part: Partial, final: Tensor | None = None) -> None:
+def merge_rows(
+    total: Partial, part: Partial, final: Tensor | None = None, *, keeps: bool = True
+) -> None:
     """`merge_into(total, part)` in one pass; with `final`, out goes there too, rounded.
 
+    keeps: False where total's out is not needed then.
     total, part: out `[B, M, H, E]` fp32, lse `[B, H, M]` fp32 with a contiguous last dim.
     """
     outs = (total.out, part.out)
@@ -106,16 +111,16 @@ def merge_rows(total: Partial, part: Partial, final: Tensor | None = None) -> No
         absent(Operand) if final is None else operand(final),
         TritonCall.statistics(total.lse),
         TritonCall.statistics(part.lse),
-        M, H, cut_dim(E), _is_wide(*outs), _CONFIG.block_m,
+        M, H, cut_dim(E), _is_wide(*outs), keeps or final is None, _CONFIG.block_m,
     )  # fmt: skip
     _launch(_merge_rows_kernel, arguments, total.out)
 
 
 def row_deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """delta `[B, H, M]` of out in fp32 and dout in any dtype, `[B, M, H, E]`."""
+    """delta `[B, H, M]` of out and dout in any dtypes, `[B, M, H, E]`."""
     B, M, H, E = out.shape
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    delta = out.new_empty(B, H, M)
+    delta = torch.empty(B, H, M, dtype=torch.float32, device=out.device)
     arguments = (
         TritonCall.operand(out),
         TritonCall.operand(dout),

@@ -33,10 +33,6 @@ def _start(rank: int, ranks: int, folder: str, request: Request) -> None:
     dist.init_process_group(store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT, **options)
     try:
         rows = over_ranks.measure_here(request)
-        if request.trace:
-            from .trace import record
-
-            record(request)
         if rank == 0:
             (Path(folder) / "rows.json").write_text(over_ranks.as_text(rows))
     finally:

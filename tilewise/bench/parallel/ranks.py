@@ -43,8 +43,11 @@ from .contestants import (
     work_of,
 )
 from .meter import LONG_S, RankMeter
+from .trace import record, traced_cell
 
 _SINGLE = "one GPU"
+# Rounds, above the least, end after so long.
+_CELL_SECONDS = 7.0
 # A peer that is further from the oracle than so many budgets is wrong; ours may use one.
 _WRONG = 4.0
 
@@ -86,8 +89,11 @@ def measure_here(request: Request) -> list[RankRow]:
     session = Session(request, RankMeter(request.device, request.sample_s))
     if request.has_variants:
         session.urgent = urgent_group()
+    traced = traced_cell(request.cells) if request.trace else None
     for cell in request.cells:
         _measure_cell(session, cell)
+        if cell == traced:
+            record(request, cell)
     return session.rows
 
 
@@ -160,7 +166,8 @@ def _build(session: Session, cell: Cell) -> tuple[list[Contestant], dict[str, Ra
             found.append(build_ours(work, layout, name))
         else:
             found.append(build_peer(work, cell.tokens, name, is_causal=cell.mask == "causal"))
-    if request.has_variants and "ring" in rows and cell.mask == "causal" and cell.tokens <= LONG:
+    has_time = cell.tokens <= (LONG >> 2 if cell.has_gradients else LONG)
+    if request.has_variants and "ring" in rows and cell.mask == "causal" and has_time:
         for one in build_variants(work, layout, session.urgent):
             found.append(one)
             rows[one.name] = replace(rows["ring"], contestant=one.name)
@@ -217,13 +224,13 @@ def _time(
             first[name] = session.meter.warm_up(call, is_compiled=is_compiled)
     repeats = {name: session.meter.repeats_of(seconds) for name, seconds in first.items()}
     spent = sum(first[name] * repeats[name] for name in names)
-    rounds = request.rounds
+    affordable = int(_CELL_SECONDS / max(1e-9, spent))
+    rounds = min(request.rounds, max(2, affordable))
     if is_compiled and max(first.values()) > LONG_S:
         times = {name: [seconds] for name, seconds in first.items()}
-        rounds = 1
+        rounds = min(request.rounds - 1, affordable)
     for turn in range(rounds):
-        is_last = turn > 0 or rounds < request.rounds
-        if is_last and session.is_late(spent):
+        if times[_SINGLE] and session.is_late(spent):
             break
         start = time.monotonic()
         for at in range(len(names)):

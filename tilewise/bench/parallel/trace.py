@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,15 @@ from .contestants import build_ours, work_of
 Span = tuple[float, float]
 
 
-def record(request: Request) -> None:
-    """A job of all ranks: rank 0's trace goes to `request.trace`, compressed.
+def traced_cell(cells: Sequence[Cell]) -> Cell:
+    """The first that is causal and has gradients, else the first."""
+    return next((x for x in cells if x.mask == "causal" and x.has_gradients), cells[0])
 
-    Of the first cell with gradients that is causal, else of the first.
-    """
+
+def record(request: Request, cell: Cell) -> None:
+    """A job of all ranks: rank 0's trace goes to `request.trace`, compressed."""
     from torch.profiler import ProfilerActivity, profile
 
-    cells = [x for x in request.cells if x.mask == "causal" and x.has_gradients]
-    cell = (cells or list(request.cells))[0]
     call = _ring(request, cell)
     activities = [ProfilerActivity.CPU]
     if request.device == "cuda":
