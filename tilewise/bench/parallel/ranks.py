@@ -378,7 +378,7 @@ def describe(row: RankRow) -> str:
     name = f"{row.contestant}, {row.ranks} ranks, {row.mask} {row.tokens} {row.direction}"
     if not row.ms:
         return f"{name}: {row.note}"
-    text = f"{name}: {row.ms:.3f} ms, {row.tflops:.0f} TFLOP/s a rank"
+    text = f"{name}: {row.ms:.3f} ms, {row.tflops:.3g} TFLOP/s a rank"
     if row.efficiency is not None:
         text += f", {row.efficiency:.1%} of {row.ranks} times one GPU's"
     if row.exposed_ms is not None and row.messages_ms is not None:
