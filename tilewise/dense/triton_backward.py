@@ -36,6 +36,7 @@ from ..kernels.tiles import (
     dot_add,
     load_tile,
     row_base,
+    row_product,
     scale_tile,
     statistics_base,
     store_tile,
@@ -224,24 +225,12 @@ def _attention_bwd_delta_kernel(
     o_base, do_base = row_base(out, b, m0, h), row_base(dout, b, m0, h)
     o_tile = load_tile(o_base, out.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
     do_tile = load_tile(do_base, dout.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
-    total = _row_product(o_tile[0], do_tile[0])
-    for i in tl.static_range(1, len(VALUE_DIMS) - 1):
-        total += _row_product(o_tile[i], do_tile[i])
+    total = row_product(o_tile, do_tile, VALUE_DIMS)
     m = tl.arange(0, BLOCK_M)
     if dlse.ptr is not None:
         total -= tl.load(statistics_base(dlse, b, m0, h) + m, mask=stored, other=0.0)
     row_lse = tl.load(statistics_base(lse, b, m0, h) + m, mask=stored, other=0.0)
     store_rows(rows, b, m0, h, row_lse, total, total * 0.0 + 1.0, stored, BLOCK_M)
-
-
-@triton.jit
-def _row_product(o, do):
-    # An out of 0 adds nothing: an empty row is all 0, and its dO may be anything.
-    return tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)
-
-
-# Over more keys than these the rounding of O and P averages out (see `triton_row_sums.py`).
-_FEW_KEYS = 128
 
 
 class Gradients(NamedTuple):
@@ -273,7 +262,7 @@ def attention_gradients(
     dout = align_rows(dout.to(piece.q.dtype))
     dlse = None if dlse is None else contiguous_statistics(dlse)
     rows = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
-    is_summed = piece.q.dtype != torch.float32 and (call.N <= _FEW_KEYS or any(wanted))
+    is_summed = piece.q.dtype != torch.float32 and (call.has_few_keys or any(wanted))
     if not is_summed:
         _multiply_rows(call, align_rows(out), dout, lse, dlse, rows)
     if is_summed or terms.bias is not None:

@@ -38,6 +38,7 @@ from ..kernels.structs import (
     absent,
     code,
 )
+from .choice import FEW_KEYS, LEAST_SCALE
 from .config import Key
 from .piece import Piece
 from .triton_placement import (
@@ -56,7 +57,6 @@ _NO_MASK = absent(MaskData)
 _FEW_INTERVALS = 4
 # Two programs for each of a large GPU's processors.
 ENOUGH_PROGRAMS = 264
-_LEAST_SCALE = 1e-37
 _PIECES = (16, 32, 64, 128, 256)
 # Tensor cores cut off what does not fit while they add up. Of three tf32 products the mean error of
 # S on an H200 was 2.7 eps of its mean at D 128 and 5.1 at D 256 in one piece, 1.0 and 1.3 in pieces
@@ -94,7 +94,7 @@ class TritonCall:
         terms = piece.terms
         is_plain = terms.softcap is None and terms.bias is None and terms.alibi_slopes is None
         # Where fp32 would make it 0, a hidden score of -inf must not meet it.
-        self.is_folded = is_plain and terms.scale > _LEAST_SCALE
+        self.is_folded = is_plain and terms.scale > LEAST_SCALE
         positions = piece.positions
         self.band = piece.band
         if positions.is_packed:
@@ -179,6 +179,11 @@ class TritonCall:
             architecture_of(self.device),
             terms.bias is not None or terms.dropout_p > 0.0 or self.mask_kind != _BAND,
         )
+
+    @property
+    def has_few_keys(self) -> bool:
+        """See `triton_row_sums.py`."""
+        return self.N <= FEW_KEYS
 
     @property
     def precision(self) -> str:

@@ -75,22 +75,30 @@ def compile_together(launches: Sequence[Launch], device: torch.device) -> None:
 
     Most of a first call is the compiler's time, and it would take the kernels one after the other.
     """
-    if device.type != "cuda" or is_interpreted():
+    launches = [x for x in launches if 0 not in x.grid]
+    if device.type != "cuda" or is_interpreted() or not launches:
         return
     key = device, *((x.kernel, x.config, x.tag, _constants_of(x.arguments)) for x in launches)
     if key in _compiled_together:
         return
     # Somebody else's mode, which cannot be nested, compiles side by side as it is.
     if _async_compile.active_mode.get() is None:
-        with (
-            torch.cuda.device(device),
-            ThreadPoolExecutor(len(launches)) as executor,
-            triton.AsyncCompileMode(executor),
-        ):
-            for x in launches:
-                options = compiler_options(x.config)
-                x.kernel.warmup(*x.arguments, grid=x.grid, **options)
+        workers = ThreadPoolExecutor(len(launches), "tilewise", torch.cuda.set_device, (device,))
+        with torch.cuda.device(device), workers:
+            with triton.AsyncCompileMode(workers):
+                kernels = [
+                    x.kernel.warmup(*x.arguments, grid=x.grid, **compiler_options(x.config))
+                    for x in launches
+                ]
+            # The C that launches a binary is compiled too, when `run` is first read.
+            list(workers.map(_make_launcher, kernels))
     _compiled_together.add(key)
+
+
+def _make_launcher(kernel: Any) -> None:
+    compiled = kernel.result() if hasattr(kernel, "result") else kernel
+    if compiled is not None:
+        compiled.run  # noqa: B018
 
 
 def _constants_of(arguments: Sequence[Any]) -> tuple[Any, ...]:
