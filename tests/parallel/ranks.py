@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.helpers import UNDER_TEST
+from tilewise.dense.choice import torch_mode_unheeded
 
 WORLD = 8
 SIZES = (1, 2, 3, 4, 8)
@@ -174,6 +175,12 @@ def _serve(backend: str, rank: int, world: int, store: str, pipe: Any) -> None:
         known = _many(rank)
     else:
         known = _few(rank, world, "cuda" if backend == "nccl" else "cpu")
+    # New memory is to be filled; the kernels are those of users.
+    with torch_mode_unheeded():
+        _serve_jobs(known, pipe)
+
+
+def _serve_jobs(known: Rank, pipe: Any) -> None:
     while True:
         try:
             job, arguments = pickle.loads(pipe.recv_bytes())

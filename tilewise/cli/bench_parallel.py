@@ -67,11 +67,12 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     from ..parallel.model import H200, plan_table
     from ..parallel.volumes import Shape
     from . import console
-    from .bench import read_minutes
+    from .bench import read_backends, read_minutes
 
-    for name in ("grid", "backend"):
-        if getattr(arguments, name) is not None:
-            raise UsageError(f"{COMMAND}: --{name} is for the bench of one device.")
+    if arguments.grid is not None:
+        raise UsageError(f"{COMMAND}: --grid is for the bench of one device.")
+    if len(read_backends(arguments.backend)) != 1:
+        raise UsageError(f"{COMMAND}: --backend takes one here, got {arguments.backend!r}.")
     output = _read_output(arguments.output, device)
     minutes = read_minutes(arguments.minutes)
     sizes, lengths, counts, is_named = _read_sizes(arguments, device)
@@ -150,6 +151,7 @@ def _request(
         verified_length=1024 if on_gpu else 192,
         has_peers=on_gpu,
         has_variants=on_gpu,
+        backend=arguments.backend or "auto",
     )
 
 

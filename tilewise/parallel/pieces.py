@@ -55,6 +55,7 @@ class Terms:
     rng: Tensor | None
     backend: str
     numbering: Numbering | None = None
+    is_deterministic: bool = False
 
     @property
     def has_kernels(self) -> bool:
@@ -91,6 +92,7 @@ def arguments_of(
         "bias": extras.bias,
         "sinks": None,
         "dropout_p": terms.dropout_p,
+        "is_deterministic": terms.is_deterministic,
     }
     placement: dict[str, Any] = {}
     if call.q_start is not None:

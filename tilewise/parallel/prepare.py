@@ -13,7 +13,7 @@ from ..core.mask import Mask
 from ..core.mask_leaves import full
 from ..core.shapes import check_broadcastable
 from ..dense.checks import check_call
-from ..dense.choice import choose_for_pieces
+from ..dense.choice import choose_for_pieces, torch_wants_determinism
 from .agree import Memo, Signature, agree, describe_mask
 from .choice import ScheduleChoice
 from .choice import choose as choose_schedule
@@ -43,7 +43,7 @@ class Where(NamedTuple):
 class Given:
     """The arguments of one call on one rank. links: of its mesh or group, outer first.
 
-    scalars: scale, softcap, dropout_p. tensors: alibi_slopes, bias, sinks.
+    scalars: scale, softcap, dropout_p, is_deterministic. tensors: alibi_slopes, bias, sinks.
     """
 
     q: Tensor
@@ -93,6 +93,15 @@ class Prepared:
 
 
 _prepared: Memo[Prepared] = Memo()
+
+
+def scalars_of(
+    scale: float | None, softcap: float | None, dropout_p: float, deterministic: bool
+) -> dict[str, Any]:
+    """`Given.scalars` from a call's arguments."""
+    wanted = bool(deterministic) or torch_wants_determinism()
+    named = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+    return {**named, "is_deterministic": wanted}
 
 
 def links_of(mesh: Any, group: Any) -> tuple[Link, ...]:

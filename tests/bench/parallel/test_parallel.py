@@ -224,6 +224,8 @@ def test_the_dtype_named_is_the_one_that_runs(
         (["parallel", "--dtype", "fp7"], "dtype must be all or some of"),
         (["parallel", "--dtype", "float32,bfloat16"], "--dtype takes one dtype here"),
         (["parallel", "--grid", "dense"], "--grid is for the bench of one device"),
+        (["parallel", "--backend", "triton,tiled"], "--backend takes one here"),
+        (["parallel", "--backend", "fast"], "backend must be one of"),
         (["--ranks", "2"], "--ranks is for tilewise bench parallel"),
         (["--trace", "x.json.gz"], "--trace is for tilewise bench parallel"),
     ],

@@ -91,6 +91,7 @@ class Request:
 
     rounds: at most. sample_s: the least time of a sample. seconds: after so many no new cell
     begins. output: a file whose "ranks" are kept up to date. has_peers: PyTorch's own too.
+    backend: of ours, on one GPU too.
     """
 
     cells: tuple[Cell, ...]
@@ -107,6 +108,7 @@ class Request:
     verified_length: int = 192
     has_peers: bool = False
     has_variants: bool = False
+    backend: str = "auto"
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -18,7 +18,7 @@ from ...parallel.api import Run
 from ...parallel.comm import Link, Pending
 from ...parallel.layout import Layout
 from ...parallel.loopback import plain_terms
-from ...parallel.prepare import Given, Prepared, Where, links_of, prepare
+from ...parallel.prepare import Given, Prepared, Where, links_of, prepare, scalars_of
 
 SCHEDULES = ("ring", "all_gather", "ulysses")
 PEERS = {"PyTorch flash": "FLASH_ATTENTION", "PyTorch cuDNN": "CUDNN_ATTENTION"}
@@ -77,13 +77,17 @@ class Greedy(Link):
 
 @dataclass(frozen=True)
 class Work:
-    """One rank's tensors of a call: q, k, v of its tokens, and dout where gradients are wanted."""
+    """One rank's tensors of a call: q, k, v of its tokens, and dout where gradients are wanted.
+
+    backend: that ours run on.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor | None
     mask: Mask
+    backend: str = "auto"
 
     def run(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Sequence[Tensor]:
         """out, and the gradients of q, k and v where they are wanted."""
@@ -110,14 +114,17 @@ class Contestant:
     note: str = ""
 
 
-def work_of(tensors: Sequence[Tensor], mask: Mask, *, has_gradients: bool) -> Work:
+def work_of(
+    tensors: Sequence[Tensor], mask: Mask, *, has_gradients: bool, backend: str = "auto"
+) -> Work:
     """tensors: q, k, v and dout."""
     q, k, v = (x.detach().requires_grad_(has_gradients) for x in tensors[:3])
-    return Work(q, k, v, tensors[3] if has_gradients else None, mask)
+    return Work(q, k, v, tensors[3] if has_gradients else None, mask, backend)
 
 
 def build_single(work: Work) -> Call:
-    return lambda: work.run(lambda q, k, v: attention(q, k, v, mask=work.mask))
+    options: dict[str, Any] = {"mask": work.mask, "backend": work.backend}
+    return lambda: work.run(lambda q, k, v: attention(q, k, v, **options))
 
 
 # ---------------------------------------------------------------- ours
@@ -158,8 +165,8 @@ _NO_TENSORS: dict[str, Any] = dict.fromkeys(("alibi_slopes", "bias", "sinks"))
 
 
 def _prepare(work: Work, layout: Layout, schedule: str, group: Any) -> Prepared:
-    where = Where(None, group, layout, schedule, work.mask, "auto")
-    scalars = {"scale": None, "softcap": None, "dropout_p": 0.0}
+    where = Where(None, group, layout, schedule, work.mask, work.backend)
+    scalars = scalars_of(None, None, 0.0, False)
     links = links_of(None, group)
     return prepare(Given(work.q, work.k, work.v, where, links, scalars, _NO_TENSORS))
 
@@ -179,7 +186,8 @@ def _idle(ready: Prepared) -> Prepared:
 
 
 def _call(work: Work, ready: Prepared) -> Call:
-    run = Run(ready, plain_terms(work.q, work.k, work.v), work.q.dtype)
+    terms = plain_terms(work.q, work.k, work.v, work.backend)
+    run = Run(ready, terms, work.q.dtype)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if ready.swap is None:

@@ -151,7 +151,7 @@ def _build(session: Session, cell: Cell) -> tuple[list[Contestant], dict[str, Ra
     layout = cell.layout(ranks)
     mask = cell.build_mask()
     own = layout.lengths[dist.get_rank()]
-    work = work_of(_random(request, own), mask, has_gradients=cell.has_gradients)
+    work = work_of(_random(request, own), mask, **_how(request, cell))
     found, rows = [], {}
     form = (cell.mask, cell.tokens, cell.direction)
     for name in _names(session, cell):
@@ -191,7 +191,11 @@ def _build_single(session: Session, cell: Cell) -> Call:
     request = session.request
     whole = _random(request, cell.tokens)
     mask = cell.build_mask(request.device)
-    return build_single(work_of(whole, mask, has_gradients=cell.has_gradients))
+    return build_single(work_of(whole, mask, **_how(request, cell)))
+
+
+def _how(request: Request, cell: Cell) -> dict[str, Any]:
+    return {"has_gradients": cell.has_gradients, "backend": request.backend}
 
 
 def _nothing() -> Any:
@@ -332,7 +336,8 @@ def _verify(request: Request, cell: Cell, name: str) -> tuple[str, float]:
     """What this rank's rows and gradients get wrong at a short length, and the budget used."""
     layout, rank = cell.layout(dist.get_world_size()), dist.get_rank()
     mask, whole = cell.build_mask(), _whole(request, cell.tokens)
-    own = work_of([layout.shard(x, rank).clone() for x in whole], mask, has_gradients=True)
+    shards = [layout.shard(x, rank).clone() for x in whole]
+    own = work_of(shards, mask, has_gradients=True, backend=request.backend)
     if name in SCHEDULES:
         one = build_ours(own, layout, name)
     else:

@@ -53,7 +53,9 @@ def _ring(request: Request, cell: Cell) -> Any:
     heads = (request.H, request.G, request.G, request.H)
     options: dict[str, Any] = {"dtype": request.torch_dtype, "device": request.device}
     tensors = [torch.randn(1, own, h, request.D, **options) for h in heads]
-    work = work_of(tensors, cell.build_mask(), has_gradients=cell.has_gradients)
+    work = work_of(
+        tensors, cell.build_mask(), has_gradients=cell.has_gradients, backend=request.backend
+    )
     return build_ours(work, layout, "ring").call
 
 
