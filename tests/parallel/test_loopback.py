@@ -16,7 +16,7 @@ from tilewise.core.philox import draw_rng
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
 from tilewise.dense import budget
 from tilewise.dense.budget import Case
-from tilewise.parallel import Layout, balanced, striped, zigzag
+from tilewise.parallel import Layout, balanced, document_zigzag, striped, zigzag
 from tilewise.parallel.loopback import loopback
 from tilewise.parallel.numbered import Numbering
 from tilewise.parallel.pieces import Extras
@@ -32,6 +32,7 @@ LAYOUTS = {
     "zigzag": zigzag,
     "striped": striped,
     "balanced": lambda size, ranks: balanced(tw.causal(), size, ranks, chunk=30),
+    "documents": lambda size, ranks: document_zigzag(EDGES, ranks, size),
 }
 
 

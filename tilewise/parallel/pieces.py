@@ -97,6 +97,8 @@ def arguments_of(
     placement: dict[str, Any] = {}
     if call.q_start is not None:
         placement = {"q_start": call.q_start, "k_start": call.k_start}
+    if call.edges is not None:
+        placement = {"cu_seqlens_q": call.edges[0], "cu_seqlens_k": call.edges[1]}
     numbering = terms.numbering
     if numbering is not None:
         slopes = extras.slopes
@@ -274,11 +276,15 @@ def run_call(
     q = q[:, call.q0 : call.q1]
     k, v = k[:, call.k0 : call.k1], v[:, call.k0 : call.k1]
     extras, numbering = extras._replace(bias=slice_bias(extras.bias, call)), terms.numbering
+    if call.edges is not None:
+        q, k, v = (x.squeeze(0) for x in (q, k, v))
     if numbering is not None:
         q, k, v = (numbering.pack(x) for x in (q, k, v))
     arguments = arguments_of(q, k, v, call, extras, terms)
     dtype = accumulator_of(q.dtype) if dtype is None else dtype
     out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, dtype)
+    if call.edges is not None:
+        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     if numbering is not None:
         out, lse = numbering.unpack(out), numbering.unpack_rows(lse)
     return Partial(out, lse)
@@ -326,6 +332,10 @@ class Backward:
             statistics = [self.lse[..., rows], self.delta[..., rows]]
             buffers = [self.dq[:, rows], into[0][:, keys], into[1][:, keys]]
             numbering = terms.numbering
+            if call.edges is not None:
+                tensors, statistics, buffers = (
+                    [x.squeeze(0) for x in part] for part in (tensors, statistics, buffers)
+                )
             if numbering is not None:
                 tensors = [numbering.pack(x) for x in tensors]
                 statistics = [numbering.pack_rows(x) for x in statistics]

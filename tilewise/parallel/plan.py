@@ -2,7 +2,8 @@
 
 Both are stored as runs of consecutive positions. Where it can, a plan makes one call for a whole
 step: local queries and keys are ascending, so causal attention stays causal, a window of stripes
-stays a window, and what is fully visible needs no positions at all. Otherwise each run of queries
+stays a window, and what is fully visible needs no positions at all. Documents dealt chunk by chunk
+are packed sequences of what is left of them. Otherwise each run of queries
 meets each run of keys as a piece of its own, with the mask itself and `q_start` and `k_start`; and
 where that would be many calls, one call takes a table of intervals over local indices.
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..core.mask import Mask
 from ..core.mask_leaves import full, intervals
 from .layout import Layout
-from .visible import as_band, as_table, local_intervals, on_device
+from .visible import as_band, as_packed, as_table, local_intervals, on_device
 
 # More pieces than this become one call with a table. A piece is a launch and a merge.
 MOST_PIECES = 8
@@ -34,7 +35,8 @@ class Call(NamedTuple):
     """Local queries `[q0, q1)` against local keys `[k0, k1)`, visible by `mask`.
 
     q_start, k_start: positions of the first query and key, where the mask counts by them; None
-    where it counts local indices.
+    where it counts local indices. edges: where packed sequences start, of queries and of keys, from
+    q0 and k0 on; the mask is then of each of them.
     """
 
     q0: int
@@ -44,6 +46,7 @@ class Call(NamedTuple):
     mask: Mask
     q_start: int | None = None
     k_start: int | None = None
+    edges: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,16 @@ class _Placed:
     request: Request
 
     def all(self, calls: list[Call]) -> tuple[Call, ...]:
-        return tuple(call._replace(mask=self.one(call)) for call in calls)
+        found = (call._replace(mask=self.one(call)) for call in calls)
+        return tuple(
+            call
+            if call.edges is None
+            else call._replace(edges=(self._move(call.edges[0]), self._move(call.edges[1])))
+            for call in found
+        )
+
+    def _move(self, edges: Tensor) -> Tensor:
+        return edges.to(self.request.device, non_blocking=True)
 
     def one(self, call: Call) -> Mask:
         if id(call.mask) in self.known or call.mask.key is not None:
@@ -191,6 +203,9 @@ def plan_calls(mask: Mask, rows: Side, columns: Side, request: Request) -> list[
         band = as_band(*_inside(bounds, whole), k1 - k0)
         if band is not None:
             return [Call(q0, q1, k0, k1, band)]
+        packed = as_packed(*_inside(bounds, whole), k1 - k0) if request.batch == 1 else None
+        if packed is not None:
+            return [Call(q0, q1, k0, k1, packed[0], edges=packed[1])]
     pairs = rows.runs.shape[0] * columns.runs.shape[0]
     if pairs <= (MOST_POSITIONED if request.by_position else MOST_PAIRS):
         calls = _pieces(mask, rows, columns, bounds, request)
