@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import tilewise as tw
+from tilewise.dense.api import attention_partial_backward
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
 
@@ -80,6 +81,22 @@ def _packed_backward(D: int) -> Callable[[], Any]:
     return call
 
 
+def _into_buffers(D: int) -> Callable[[], Any]:
+    def call() -> None:
+        q, k = (torch.zeros(1, n, 2, D, dtype=_BF16, device="cuda") for n in (100, 330))
+        statistics = (torch.zeros(1, 2, 100, device="cuda") for _ in range(2))
+        buffers = {
+            f"d{name}": torch.zeros(x.shape, device="cuda")
+            for name, x in zip("qkv", (q, k, k), strict=True)
+        }
+        attention_partial_backward(
+            q, q, k, k, *statistics, **buffers, mask=tw.causal(), q_start=400, k_start=0,
+            backend="hopper",
+        )  # fmt: skip
+
+    return call
+
+
 VARIANTS: dict[str, Callable[[], Any]] = {
     **{f"bf16 {D}": _call(D) for D in (64, 128, 256)},
     **{f"fp16 {D}": _call(D, _FP16) for D in (64, 128)},
@@ -104,6 +121,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     **{f"backward fp16 {D}": _backward(D, _FP16) for D in (64, 128)},
     **{f"backward packed {D}": _packed_backward(D) for D in (64, 128)},
     **{f"backward padded {D}": _backward(D, with_mask=_padding) for D in (64, 128)},
+    **{f"into buffers {D}": _into_buffers(D) for D in (64, 128)},
     **{f"backward documents {D}": _backward(D, with_mask=_documents) for D in (64, 128)},
 }
 
