@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from .explain import add_shape, read_request
-from .options import UsageError, add_device, add_json, read_device, why_no_kernels
+from .options import (
+    UsageError,
+    add_device,
+    add_json,
+    read_device,
+    read_folder,
+    why_no_kernels,
+)
 
 COMMAND = "tilewise profile"
 
@@ -57,18 +63,3 @@ def run(arguments: argparse.Namespace) -> int:
     for path in found.traces:
         console.print_line(f"Trace: {path}")
     return 0
-
-
-def read_folder(command: str, text: str) -> Path:
-    """A folder that can be written, made where it is not there."""
-    path = Path(text)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".tilewise"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UsageError(
-            f"{command}: output {text!r} cannot be written: {error.strerror or error}."
-        ) from None
-    return path

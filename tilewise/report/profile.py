@@ -22,7 +22,12 @@ from .explain.request import Request
 from .tables import Table
 
 FORWARD, BACKWARD = "forward", "backward"
-PRODUCT, MASK, SOFTMAX, VALUES = "plain: S = Q K^T", "plain: mask", "plain: softmax", "plain: O = P V"
+PRODUCT, MASK, SOFTMAX, VALUES = (
+    "plain: S = Q K^T",
+    "plain: mask",
+    "plain: softmax",
+    "plain: O = P V",
+)
 _WARM_UPS = 3
 # Of a softmax's element: maximum, difference, exponential, sum, division.
 _SOFTMAX_FLOPS = 5

@@ -22,7 +22,7 @@ def render(found: Explanation) -> str:
         "TITLE": html.escape(f"Attention on {found.gpu.title}: {request.mask_text}"),
         "HEADLINE": _headline(tables.headline(found)),
         "SUMMARY": "\n".join(f"<li>{html.escape(line)}</li>" for line in tables.sentences(found)),
-        "TABLES": "\n".join(_table(table) for table in tables.tabulate(found)),
+        "TABLES": "\n".join(table_as_html(table) for table in tables.tabulate(found)),
         "DATA": _embed(
             {
                 "explanation": explanation.as_json(found),
@@ -57,7 +57,9 @@ def _embed(document: Any) -> str:
     return text.replace("<", "\\u003c")
 
 
-def _table(table: Table) -> str:
+def table_as_html(table: Table) -> str:
+    """With a caption, in a box that scrolls by itself."""
+
     def cell(tag: str, text: str, index: int, scope: str = "") -> str:
         kind = "" if index < table.texts else ' class="num"'
         return f"<{tag}{scope}{kind}>{html.escape(text)}</{tag}>"
