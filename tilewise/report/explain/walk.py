@@ -103,6 +103,11 @@ def _build(
     keys, key_tiles = _merge(edges.keys)
     merged = Edges(rows, keys)
     kinds = tiling.classify(request, merged, (0, 1))[0][0, 0]
+    # A tile that the end of its sequence cuts short is tested, also where all of it is seen.
+    tested = _is_short(keys, key_tiles, block_n)[None, :]
+    if owner == "keys":
+        tested = tested | _is_short(rows, row_tiles, block_m)[:, None]
+    kinds = torch.where(tested, kinds.clamp(max=1), kinds)
     table: list[list[int]] = kinds.tolist()
     if owner == "keys":
         columns = [list(column) for column in zip(*table, strict=True)]
@@ -120,6 +125,10 @@ def _merge(edges: Sequence[int]) -> tuple[list[int], list[int]]:
     kept = [*range(0, len(edges) - 1, step), len(edges) - 1]
     counts = [b - a for a, b in pairwise(kept)]
     return [edges[i] for i in kept], counts
+
+
+def _is_short(edges: Sequence[int], tiles: Sequence[int], block: int) -> Tensor:
+    return torch.tensor(edges).diff() < block * torch.tensor(tiles)
 
 
 def _whole_first(kinds: Sequence[int]) -> list[int]:
