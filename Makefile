@@ -73,7 +73,7 @@ docs: $(READY)  ## run the documents' commands and examples, and check their lin
 
 site: $(READY) build/site-env/.ready  ## build the documentation site into build/site; a warning is an error
 	@$(BIN)/python tools/site.py
-	@PYTHONWARNINGS=error build/site-env/bin/mkdocs build --strict --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 PYTHONWARNINGS=error build/site-env/bin/mkdocs build --strict --quiet $(ARGS)
 	@echo "The site is in build/site/index.html"
 
 bench: $(READY)  ## tilewise bench

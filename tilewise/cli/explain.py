@@ -142,6 +142,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.print_json(explanation.as_json(found))
         return 0
+    if arguments.gpu is None and not is_here:
+        console.print_line(
+            f"No GPU that is known is here, so this is {gpu.title}; --gpu names one."
+        )
     for line in tables.headline(found):
         console.print_line(line)
     for table in tables.tabulate(found):

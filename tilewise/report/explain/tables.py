@@ -42,8 +42,9 @@ def headline(found: Explanation) -> list[str]:
     shape += f", v [{r.B}, {r.N}, {r.G}, {r.E}], {r.dtype_name}, mask {r.mask_text}"
     if r.terms:
         shape += f", with {', '.join(r.terms)}"
-    where = "this machine's" if found.is_here else "from its datasheet; nothing is measured"
-    return [shape, f"On {gpu.title} ({where}; {gpu.source})", *str(found.plan.choice).splitlines()]
+    where = "the GPU here" if found.is_here else "not here, so nothing is measured"
+    source = f"On {gpu.title} ({where}); rates: {gpu.source}"
+    return [shape, source, *str(found.plan.choice).splitlines()]
 
 
 def tabulate(found: Explanation) -> list[Table]:
@@ -80,8 +81,9 @@ def _scores(found: Explanation) -> Table:
 
 
 def _kernels(found: Explanation) -> Table:
-    columns = ["kernel", "makes", "tile", "warps", "stages", "programs", "registers", "spills",
-               "shared memory", "of at most"]  # fmt: skip
+    columns = ["kernel", "makes", "tile", "warps", "stages", "programs"]
+    if found.binaries:
+        columns += ["registers", "spills", f"shared, of {found.gpu.shared_kib} KiB"]
     rows = []
     for i, launch in enumerate(found.plan.launches):
         config, binary = launch.config, found.binaries.get(i)
@@ -89,19 +91,15 @@ def _kernels(found: Explanation) -> Table:
             launch.role, launch.role
         )
         tile = f"{config[0]} x {config[1]}" if config[1] else str(config[0] or "-")
-        numbers = ["-", "-", "-"]
+        row = [launch.name, made, tile, str(config[2]), str(config[3]), str(launch.programs)]
         if binary is not None:
             spills = "-" if binary.spill_bytes is None else f"{binary.spill_bytes} B"
-            registers = "-" if binary.registers is None else str(binary.registers)
-            numbers = [registers, spills, write_size(binary.shared_bytes)]
-        rows.append(
-            [
-                *(launch.name, made, tile, str(config[2]), str(config[3]), str(launch.programs)),
-                *(*numbers, f"{found.gpu.shared_kib} KiB"),
-            ]
-        )
-    title = f"Kernels that the {found.plan.choice.name} backend launches, compiled for "
-    return Table(f"{title}{found.gpu.architecture}", columns, rows, texts=2)
+            row += [str(binary.registers or "-"), spills, write_size(binary.shared_bytes)]
+        rows.append(row + ["-"] * (len(columns) - len(row)))
+    name, architecture = found.plan.choice.name, found.gpu.architecture
+    made_for = "compiled for" if found.binaries else "planned for"
+    title = f"Kernels that the {name} backend launches, {made_for} {architecture}"
+    return Table(title, columns, rows, texts=2)
 
 
 def _traffic(found: Explanation, direction: Direction) -> Table:
