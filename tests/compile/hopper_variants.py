@@ -96,3 +96,40 @@ HOPPER_VARIANTS = [
     _variant("packed fp32 partial", 128, op=tw.attention_varlen_partial, out_dtype=_FP32,
              **_PACKED),
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BackwardVariant:
+    """spills: the most bytes a thread, of Triton 3.6 and of later ones."""
+
+    name: str
+    call: Callable[[], Any]
+    spills: tuple[int, int]
+
+
+def _backward(
+    name: str, D: int, spills: tuple[int, int], *, dtype: torch.dtype = _BF16, E: int | None = None,
+    G: int = 4, op: Callable[..., Any] = tw.attention, **options: Any,
+) -> BackwardVariant:  # fmt: skip
+    def call() -> Any:
+        batch = () if "cu_seqlens_q" in options else (2,)
+        shapes = ((M, 4, D), (N, G, D), (N, G, E or D))
+        tensors = (torch.zeros(*batch, *shape, dtype=dtype) for shape in shapes)
+        op(*(x.requires_grad_() for x in tensors), backend="hopper", **options).sum().backward()
+
+    return BackwardVariant(name, call, spills)
+
+
+# What is spilled is of the program's beginning and end, and two words that a block reads again.
+BACKWARD_VARIANTS = [
+    _backward("D 64", 64, (8, 16)),
+    _backward("D 128", 128, (88, 144)),
+    _backward("causal D 64", 64, (8, 16), mask=tw.causal()),
+    _backward("causal D 128, GQA", 128, (88, 144), G=1, mask=tw.causal()),
+    _backward("fp16 D 128", 128, (88, 144), dtype=_FP16),
+    _backward("D 128, E 64", 128, (24, 104), E=64),
+    _backward("padding D 128", 128, (56, 144), mask=_PADDED["mask"]),
+    _backward("packed D 64", 64, (0, 24), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    _backward("packed D 128", 128, (32, 144), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    _backward("documents", 128, (40, 144), mask=tw.window(30, 0) & tw.documents(_LENGTHS)),
+]

@@ -55,11 +55,26 @@ def _documents() -> tw.Mask:
     return tw.causal() & tw.documents(torch.tensor([0, 3, 65], device="cuda", dtype=torch.int32))
 
 
-def _backward() -> None:
-    q, k, v = (
-        torch.zeros(1, 300, 2, 64, dtype=_BF16, device="cuda", requires_grad=True) for _ in "qkv"
-    )
-    tw.attention(q, k, v, backend="hopper").sum().backward()
+def _backward(
+    D: int, dtype: torch.dtype = _BF16, *, with_mask: Any = tw.causal, **options: Any
+) -> Any:
+    def call() -> None:
+        T, batch = 300, () if options else (1,)
+        made = (torch.zeros(*batch, T, 2, D, dtype=dtype, device="cuda") for _ in "qkv")
+        q, k, v = (x.requires_grad_() for x in made)
+        op = tw.attention_varlen if options else tw.attention
+        out = op(q, k, v, mask=with_mask(), backend="hopper", **options)
+        out.sum().backward()
+
+    return call
+
+
+def _packed_backward(D: int) -> Callable[[], Any]:
+    def call() -> Any:
+        cu_seqlens = torch.tensor([0, 3, 300], dtype=torch.int32, device="cuda")
+        return _backward(D, cu_seqlens_q=cu_seqlens)()
+
+    return call
 
 
 VARIANTS: dict[str, Callable[[], Any]] = {
@@ -82,7 +97,11 @@ VARIANTS: dict[str, Callable[[], Any]] = {
         for D, dtype in ((64, _BF16), (128, _BF16), (256, _BF16), (128, _FP16))
     },
     "fp32 out": _call(128, out_dtype=torch.float32),
-    "backward": _backward,
+    **{f"backward {D}": _backward(D) for D in (64, 128)},
+    **{f"backward fp16 {D}": _backward(D, _FP16) for D in (64, 128)},
+    **{f"backward packed {D}": _packed_backward(D) for D in (64, 128)},
+    **{f"backward padded {D}": _backward(D, with_mask=_padding) for D in (64, 128)},
+    **{f"backward documents {D}": _backward(D, with_mask=_documents) for D in (64, 128)},
 }
 
 
