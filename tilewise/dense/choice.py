@@ -164,7 +164,7 @@ def explain(op: str, backend: str, piece: Piece) -> BackendChoice:
     name, where = choose(op, backend, piece), describe_device(piece.q.device)
     if backend != "auto":
         return BackendChoice(name, f"named by the caller, on {where}")
-    return _explain_auto(name, why_not_triton(piece), why_not_hopper(piece), where)
+    return _explain_auto(piece, name, (why_not_triton(piece), why_not_hopper(piece)), where)
 
 
 def explain_elsewhere(piece: Piece, architecture: str, gpu: str) -> BackendChoice:
@@ -178,10 +178,12 @@ def explain_elsewhere(piece: Piece, architecture: str, gpu: str) -> BackendChoic
         not_hopper or not_triton or _dtype_problem(piece, _HOPPER_DTYPES) or _feature_problem(piece)
     )
     name = "tiled" if not_triton else "triton" if not_hopper else "hopper"
-    return _explain_auto(name, not_triton, not_hopper, gpu)
+    return _explain_auto(piece, name, (not_triton, not_hopper), gpu)
 
 
-def _explain_auto(name: str, not_triton: str, not_hopper: str, where: str) -> BackendChoice:
+def _explain_auto(piece: Piece, name: str, problems: tuple[str, str], where: str) -> BackendChoice:
+    """problems: why not triton, and why not hopper."""
+    not_triton, not_hopper = problems
     rejected = {"reference": "the O(M N) oracle runs only when it is named"}
     if name in ("triton", "hopper"):
         rejected["tiled"] = "plain torch tiles are slower on a GPU"

@@ -36,6 +36,8 @@ _ROLES = (
     ("place_", "prepare"),
     ("list_", "prepare"),
     ("bwd_delta", "prepare"),
+    ("bwd_hopper_prepare", "prepare"),
+    ("bwd_hopper_finish", "combine"),
     ("attention_fwd", "main"),
     ("attention_bwd", "main"),
     ("split", "main"),

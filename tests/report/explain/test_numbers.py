@@ -108,7 +108,8 @@ def test_every_launch_is_one_that_the_page_knows(gpu: gpus.Gpu) -> None:
         assert "other" not in roles
         assert roles.count("forward") == 1
         gradients = {name for launch in made.launches for name in launch.makes}
-        assert gradients == {"dK", "dV"} and "rows" in roles
+        is_one_pass = roles.count("backward") == roles.count("finish") == 1
+        assert is_one_pass or (gradients == {"dK", "dV"} and "rows" in roles)
         is_hopper = "hopper" in (made.forward.name if made.forward else "")
         assert is_hopper == (made.choice.name == "hopper")
 

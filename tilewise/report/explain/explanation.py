@@ -113,7 +113,7 @@ def explain(
         binaries = {
             i: compile_launch(launch, gpu)
             for i, launch in enumerate(plan.launches)
-            if launch.role in (*_TILED_ROLES, "delta")
+            if launch.role in (*_TILED_ROLES, "delta", "finish")
         }
     first = next(iter(counted.values()))
     size = traffic.sizes(request)
@@ -132,7 +132,8 @@ def explain(
         ),
         Direction(
             "backward", traffic.plain_backward(request), backward,
-            pairs * (3 * request.D + 2 * request.E), 3 * S, size["LSE"] + size["row numbers"],
+            pairs * (3 * request.D + 2 * request.E), 3 * S,
+            size["LSE"] + traffic.scratch_bytes(backward),
         ),
     ]  # fmt: skip
     return Explanation(request, gpu, is_here, plan, counted, binaries, scores, directions)

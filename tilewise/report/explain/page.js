@@ -162,8 +162,12 @@ class Walk {
     const other = this.ownsRows ? WALK.N : WALK.M;
     const times = this.isForward ? 4 : this.ownsRows ? 3 : 4;
     this.bytes.plain += times * size * other * item;
-    if (!this.ownsRows) return;
-    const state = this.stateOf(step.owner), known = WALK.traced[state.row];
+    if (this.ownsRows) this.check(this.stateOf(step.owner));
+    // What is added up over all owners is whole at the end.
+    else if (pass.adds_dq && this.isOver) pass.rows.slice(1).forEach((_, x) => this.check(this.stateOf(x)));
+  }
+  check(state) {
+    const known = WALK.traced[state.row];
     let error, got;
     if (this.isForward) {
       got = finished(state);
@@ -242,7 +246,7 @@ function showState() {
   } else {
     rows.push(["query row", state.row], ["keys seen", state.seen], ["LSE", number(state.lse)],
       ["δ", number(state.delta)], ["P so far adds up to", number(state.weight)]);
-    if (walk.ownsRows) rows.push(["dQ so far", list(state.dq)]);
+    if (walk.ownsRows || walk.pass.adds_dq) rows.push(["dQ so far", list(state.dq)]);
   }
   byId("numbers").innerHTML = rows
     .map(([name, value]) => `<dt>${name}</dt><dd>${value}</dd>`).join("");
@@ -250,7 +254,7 @@ function showState() {
   const isWell = worst < 1e-9;
   verdict.classList.toggle("bad", !isWell);
   verdict.textContent = !count ? "" : isWell
-    ? `${count} of ${walk.pass.visits.length} rows done: all equal the library’s result (largest difference ${worst.toExponential(1)}).`
+    ? `${count} of ${walk.pass.rows.length - 1} rows done: all equal the library’s result (largest difference ${worst.toExponential(1)}).`
     : `A row differs from the library’s result by ${worst.toExponential(1)}.`;
 }
 

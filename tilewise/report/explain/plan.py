@@ -24,6 +24,8 @@ from .request import Request
 
 # What a kernel does, by a part of its name; the first that fits.
 _ROLES = (
+    ("bwd_hopper_prepare", "delta"),
+    ("bwd_hopper_finish", "finish"),
     ("bwd_delta", "delta"),
     ("bwd_keys", "keys"),
     ("bwd_rows", "rows"),

@@ -80,6 +80,16 @@ def _scores(found: Explanation) -> Table:
     return Table("Scores and tiles", ["what", "forward"], rows, texts=1)
 
 
+# What a kernel makes, where it does not say so itself.
+_MADE = {
+    "forward": "O, LSE",
+    "rows": "dQ",
+    "delta": "δ",
+    "backward": "dQ, dK, dV",
+    "finish": "dQ from fp32",
+}
+
+
 def _kernels(found: Explanation) -> Table:
     columns = ["kernel", "makes", "tile", "warps", "stages", "programs"]
     if found.binaries:
@@ -87,9 +97,7 @@ def _kernels(found: Explanation) -> Table:
     rows = []
     for i, launch in enumerate(found.plan.launches):
         config, binary = launch.config, found.binaries.get(i)
-        made = ", ".join(launch.makes) or {"forward": "O, LSE", "rows": "dQ", "delta": "δ"}.get(
-            launch.role, launch.role
-        )
+        made = ", ".join(launch.makes) or _MADE.get(launch.role, launch.role)
         tile = f"{config[0]} x {config[1]}" if config[1] else str(config[0] or "-")
         row = [launch.name, made, tile, str(config[2]), str(config[3]), str(launch.programs)]
         if binary is not None:

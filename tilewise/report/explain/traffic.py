@@ -15,7 +15,11 @@ from .plan import Plan
 from .request import Request
 from .tiles import Tiles
 
-_LSE_BYTES, _ROW_BYTES = 4, 16
+_LSE_BYTES = 4
+# Of a row of the backward: what Triton's kernels keep, and what Hopper's do.
+_ROW_BYTES, _HOPPER_ROW_BYTES = 16, 8
+# Where Hopper's backward adds dQ up.
+_BUFFER = "dQ in fp32"
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,6 @@ def sizes(request: Request) -> dict[str, int]:
         "O": r.B * r.M * r.H * r.E * size,
         "S": r.B * r.H * r.M * r.N * size,
         "LSE": r.B * r.H * r.M * _LSE_BYTES,
-        "row numbers": r.B * r.H * r.M * _ROW_BYTES,
     }
 
 
@@ -102,12 +105,19 @@ def tiled_steps(
     backward: list[Step] = []
     size, item = sizes(request), request.itemsize
     Q, K, V, out = (size[name] for name in "QKVO")
-    rows = size["row numbers"]
+    has_buffer = bool(plan.of_role("finish"))
+    row_bytes = _HOPPER_ROW_BYTES if has_buffer else _ROW_BYTES
+    rows = request.B * request.H * request.M * row_bytes
+    buffer = {_BUFFER: Q // item * 4} if has_buffer else {}
     for launch in plan.launches:
         if launch.role == "delta":
             reads = {"O": out, "dO": out, "LSE": size["LSE"]}
             asked = sum(reads.values())
-            backward.append(Step("δ = rowsum(dO ∘ O)", 0, 0, reads, {"row numbers": rows}, asked))
+            made = {"row numbers": rows, **buffer}
+            backward.append(Step("δ = rowsum(dO ∘ O)", 0, 0, reads, made, asked))
+            continue
+        if launch.role == "finish":
+            backward.append(Step("dQ from fp32", 0, 0, buffer, {"dQ": Q}, sum(buffer.values())))
             continue
         if launch.role not in ("forward", "keys", "rows", "backward"):
             continue
@@ -116,7 +126,7 @@ def tiled_steps(
         area = tiles.visited * tiles.block_m * tiles.block_n
         flops = _flops(launch.role, launch.makes, area, D, E)
         by_row = tiles.key_rows * (request.D + request.E) * item
-        by_key = tiles.query_rows * ((request.D + request.E) * item + _ROW_BYTES)
+        by_key = tiles.query_rows * ((request.D + request.E) * item + row_bytes)
         if launch.role == "forward":
             step = Step(
                 "forward", flops, area, {"Q": Q, "K": K, "V": V},
@@ -131,10 +141,19 @@ def tiled_steps(
             made = {name: value for name, value in (("dK", K), ("dV", V)) if name in launch.makes}
             step = Step(" and ".join(launch.makes), flops, area, reads, made, K + V + by_key)
         else:
-            made = {"dQ": Q, "dK": K, "dV": V}
-            step = Step("dQ, dK and dV", flops, area, reads, made, K + V + by_key)
+            # What is added to is read and written.
+            made = {"dK": K, "dV": V, **buffer}
+            asked = K + V + by_key + tiles.query_rows * request.D * 4
+            step = Step("dQ, dK and dV", flops, area, reads | buffer, made, asked)
         backward.append(step)
     return forward, backward
+
+
+def scratch_bytes(steps: list[Step]) -> int:
+    """What steps write that is no result."""
+    scratch = ("row numbers", _BUFFER)
+    written = {name: size for step in steps for name, size in step.writes.items()}
+    return sum(size for name, size in written.items() if name in scratch)
 
 
 def _flops(role: str, makes: tuple[str, ...], area: int, D: int, E: int) -> int:

@@ -8,7 +8,7 @@ those rows goes along, so that the page can end with "the same".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -60,6 +60,8 @@ class Pass:
     kinds: Tensor
     visits: list[tuple[int, list[int]]]
     is_merged: bool
+    # Whether dQ is added up over all owners, and so is whole at the end alone.
+    adds_dq: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -74,6 +76,7 @@ class Pass:
             "kinds": ["".join(map(str, row)) for row in self.kinds.tolist()],
             "visits": self.visits,
             "is_merged": self.is_merged,
+            "adds_dq": self.adds_dq,
         }
 
 
@@ -90,9 +93,12 @@ def passes(found: Explanation) -> list[Pass]:
 def _pass(request: Request, launch: Launch) -> Pass:
     title = _TITLES.get(launch.role) or f"Backward: {' and '.join(launch.makes)}"
     owner = "keys" if launch.role in ("keys", "backward") else "rows"
-    is_hopper = "hopper" in launch.name and launch.role == "forward"
-    order = _from_the_end if is_hopper else _whole_first
-    return _build(request, title, launch.name, owner, launch.config[0], launch.config[1], order)
+    order = _whole_first
+    if "hopper" in launch.name:
+        order = _from_the_end if launch.role == "forward" else _in_order
+    block_m, block_n = launch.config[:2]
+    found = _build(request, title, launch.name, owner, block_m, block_n, order)
+    return replace(found, adds_dq=launch.role == "backward")
 
 
 def _build(
@@ -142,6 +148,7 @@ def _from_the_end(kinds: Sequence[int]) -> list[int]:
 
 
 def _in_order(kinds: Sequence[int]) -> list[int]:
+    """Hopper's backward, and plain torch."""
     return [i for i, kind in enumerate(kinds) if kind]
 
 
