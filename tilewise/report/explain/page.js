@@ -134,7 +134,9 @@ class Walk {
       this.done.add(y * 4096 + x);
       const height = this.extent(pass.rows, x), width = this.extent(pass.keys, y);
       const again = this.ownsRows ? pass.row_tiles[x] : Math.ceil(width / pass.block_n);
-      const rowBytes = this.ownsRows ? width * (D + E) * item : height * ((D + E) * item + 16);
+      // dQ that is added up goes out with every tile, in fp32.
+      const added = pass.adds_dq ? height * D * 4 : 0;
+      const rowBytes = this.ownsRows ? width * (D + E) * item : height * ((D + E) * item + 16) + added;
       this.bytes.asked += again * rowBytes;
       this.bytes.chip += height * width * (4 + item);
     } else if (this.ownsRows) {
@@ -349,8 +351,11 @@ if (asked) select(asked);
 
 // ---------------------------------------------------------------- roofline
 
+// As wide as a phone, so that words stay as large as they are.
+const plotWidth = () => Math.max(320, Math.min(760, document.documentElement.clientWidth - 60));
+
 function drawRoofline() {
-  const gpu = EXPLAINED.gpu, W = 760, H = 400, L = 64, B = 48;
+  const gpu = EXPLAINED.gpu, W = plotWidth(), H = 400, L = 52, B = 48, R = 28;
   const points = [];
   for (const direction of ["forward", "backward"]) for (const kind of ["plain", "tiled"]) {
     const x = EXPLAINED[direction][kind];
@@ -362,28 +367,28 @@ function drawRoofline() {
   }
   const low = Math.min(1, ...points.map((p) => p[0])) / 2, high = Math.max(10000, ...points.map((p) => p[0] * 3));
   const top = gpu.matrix_tflops * 5, bottom = top / 4000;
-  const X = (v) => L + ((Math.log(v) - Math.log(low)) / (Math.log(high) - Math.log(low))) * (W - L - 12);
+  const X = (v) => L + ((Math.log(v) - Math.log(low)) / (Math.log(high) - Math.log(low))) * (W - L - R);
   const Y = (v) => 12 + ((Math.log(top) - Math.log(Math.max(v, bottom))) / (Math.log(top) - Math.log(bottom))) * (H - B - 12);
   const ridge = gpu.ridge_flops_per_byte, parts = [];
   for (let p = Math.ceil(Math.log10(low)); p <= Math.log10(high); p++)
     parts.push(`<line x1="${X(10 ** p)}" y1="12" x2="${X(10 ** p)}" y2="${H - B}" stroke="var(--line)"/>`
       + `<text class="muted" font-size="12" text-anchor="middle" x="${X(10 ** p)}" y="${H - B + 16}">${10 ** p}</text>`);
   for (let p = Math.ceil(Math.log10(bottom)); p <= Math.log10(top); p++)
-    parts.push(`<line x1="${L}" y1="${Y(10 ** p)}" x2="${W - 12}" y2="${Y(10 ** p)}" stroke="var(--line)"/>`
+    parts.push(`<line x1="${L}" y1="${Y(10 ** p)}" x2="${W - R}" y2="${Y(10 ** p)}" stroke="var(--line)"/>`
       + `<text class="muted" font-size="12" text-anchor="end" x="${L - 8}" y="${Y(10 ** p) + 4}">${10 ** p}</text>`);
   parts.push(`<polyline fill="none" stroke="var(--ink)" stroke-width="2" points="${X(low)},${Y(low * gpu.memory_tbps)} ${X(ridge)},${Y(gpu.matrix_tflops)} ${X(high)},${Y(gpu.matrix_tflops)}"/>`);
   const step = EXPLAINED.forward.tiled.steps[0];
   if (step) {
     const roof = (gpu.exps_t * step.flops) / step.exps;
-    parts.push(`<line x1="${X(Math.max(low, roof / gpu.memory_tbps))}" y1="${Y(roof)}" x2="${W - 12}" y2="${Y(roof)}" stroke="var(--softmax)" stroke-width="2" stroke-dasharray="6 4"/>`
+    parts.push(`<line x1="${X(Math.max(low, roof / gpu.memory_tbps))}" y1="${Y(roof)}" x2="${W - R}" y2="${Y(roof)}" stroke="var(--softmax)" stroke-width="2" stroke-dasharray="6 4"/>`
       + `<text font-size="12" x="${L + 8}" y="${Y(roof) + 4}">exponentials allow ${digits(roof)} TFLOP/s (forward)</text>`);
   }
-  parts.push(`<text font-size="12" text-anchor="end" x="${W - 16}" y="${Y(gpu.matrix_tflops) + 16}">matrix units ${digits(gpu.matrix_tflops)} TFLOP/s</text>`);
+  parts.push(`<text font-size="12" text-anchor="end" x="${W - R}" y="${Y(gpu.matrix_tflops) - 10}">matrix units ${digits(gpu.matrix_tflops)} TFLOP/s</text>`);
   points.forEach(([x, y, name, kind]) => {
     const fill = { plain: "var(--softmax)", tiled: "var(--matrix)", measured: "var(--good)" }[kind];
     // The two of a kind lie close together: one name to each side, clear of the roof.
     const isSecond = name.includes("backward");
-    const dy = kind === "plain" ? (isSecond ? 44 : 20) : kind === "tiled" ? (isSecond ? 52 : 36) : -14;
+    const dy = kind === "plain" ? (isSecond ? 44 : 20) : kind === "tiled" ? (isSecond ? 42 : 24) : 60;
     const anchor = kind === "plain" ? "start" : "middle";
     parts.push(`<circle cx="${X(x)}" cy="${Y(y)}" r="6" fill="${fill}" stroke="var(--paper)" stroke-width="2"/>`
       + `<text font-size="13" x="${X(x) + (kind === "plain" ? 14 : 0)}" y="${Y(y) + dy}" text-anchor="${anchor}">${name}</text>`);
@@ -398,9 +403,12 @@ function drawRoofline() {
 // ---------------------------------------------------------------- generations
 
 function drawGenerations() {
-  const units = ["memory", "matrix", "softmax"], W = 760, row = 26, L = 70;
-  const longest = Math.max(...DATA.generations.map((g) => g.microseconds));
-  byId("generations-plot").innerHTML = DATA.generations.map((g) => {
+  const units = ["memory", "matrix", "softmax"], W = plotWidth(), row = 26, L = 70;
+  // The first is so much longer that the others would be specks at its scale.
+  const [first, ...later] = DATA.generations.map((g) => g.microseconds);
+  const most = Math.max(...later);
+  byId("generations-plot").innerHTML = DATA.generations.map((g, number) => {
+    const longest = number ? most : Math.max(first, most);
     const bars = g.bars.map(([unit, start, stop, what, owner]) => {
       const x = L + (start / longest) * (W - L - 4), width = Math.max(1, ((stop - start) / longest) * (W - L - 4) - 1);
       return `<rect x="${x}" y="${units.indexOf(unit) * row + 3}" width="${width}" height="${row - 7}" rx="2" fill="var(--${unit})" opacity="${owner % 2 ? 0.55 : 1}"><title>tile ${owner + 1}: ${what}</title></rect>`;
@@ -409,6 +417,7 @@ function drawGenerations() {
     const rows = [["loops", g.loop], ["work", g.work], ["rescales", g.rescales], ["overlaps", g.overlap],
       ["asked of memory", `${writeSize(g.asked_bytes_per_head)} a head`],
       ["these tiles", `${digits(g.microseconds)} µs on one multiprocessor, by this model`]];
+    if (!number && first > most) rows.push(["scale", `drawn ${digits(first / most)} times smaller than the others`]);
     return `<div class="generation"><h3>${g.name} (${g.year})</h3><dl>`
       + rows.map(([name, value]) => `<dt>${name}</dt><dd>${escapeText(value)}</dd>`).join("")
       + `</dl><svg viewBox="0 0 ${W} ${units.length * row}" role="img" aria-label="Timeline of ${g.name}: ${digits(g.microseconds)} microseconds for ${g.bars.length} pieces of work">${names.join("")}${bars.join("")}</svg></div>`;
