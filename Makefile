@@ -74,6 +74,7 @@ docs: $(READY)  ## run the documents' commands and examples, and check their lin
 site: $(READY) build/site-env/.ready  ## build the documentation site into build/site; a warning is an error
 	@$(BIN)/python tools/site.py
 	@NO_MKDOCS_2_WARNING=1 PYTHONWARNINGS=error build/site-env/bin/mkdocs build --strict --quiet $(ARGS)
+	@$(BIN)/python tools/site.py --check build/site
 	@echo "The site is in build/site/index.html"
 
 bench: $(READY)  ## tilewise bench

@@ -1,6 +1,7 @@
 """Writes the pages of the documentation site: those of docs/, and those made from the code.
 
-    python tools/site.py [FOLDER]        (build/site-pages when none is named)
+    python tools/site.py [FOLDER]            (build/site-pages when none is named)
+    python tools/site.py --check FOLDER      (of the built site)
 
 Made from the code are a page for each op of the catalog (its docstring, backends and oracle), the
 table of what each backend takes, the measured facts (from benchmarks/results), and the labs as
@@ -223,8 +224,31 @@ def lab_page(text: str) -> str:
     return "\n\n".join(parts)
 
 
+def find_problems(folder: Path) -> list[str]:
+    """What is wrong with the built pages: equations that are not drawn, and what would be loaded
+    from elsewhere."""
+    problems = []
+    for path in sorted(folder.rglob("*.html")):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(folder).as_posix()
+        loaded = re.findall(r"<(?:script|img|link|iframe)\b[^>]*?(?:src|href)=\"?([^\s\">]+)", text)
+        problems += [f"{name}: loads {url}" for url in loaded if re.match(r"(https?:)?//", url)]
+        prose = re.sub(r"<(code|pre|script|style|math)\b.*?</\1>", "", text, flags=re.DOTALL)
+        problems += [f"{name}: {tex!r} is not drawn" for tex in re.findall(r"\$[^$<]+\$", prose)]
+    source = (ROOT / "docs" / "theory" / "backward.md").read_text(encoding="utf-8")
+    drawn = (folder / "theory" / "backward.html").read_text(encoding="utf-8").count("<math")
+    expected = len(re.findall(r"\$\$.+?\$\$|\$[^$]+\$", source, re.DOTALL))
+    if drawn != expected:
+        problems.append(f"theory/backward.html: {drawn} of {expected} equations are drawn")
+    return problems
+
+
 def main(arguments: list[str]) -> int:
     sys.path.insert(0, str(ROOT))
+    if arguments[:1] == ["--check"]:
+        problems = find_problems(Path(arguments[1]))
+        for problem in problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 1 if problems else 0
     target = Path(arguments[0]) if arguments else ROOT / "build" / "site-pages"
     names = write_all(target)
     print(f"site: {len(names)} pages in {target}")

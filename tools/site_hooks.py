@@ -7,9 +7,9 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-# Display equations first; a lone dollar before a digit or a space is money or shell.
+# Display equations first; an equation begins and ends without a space.
 _DISPLAY = re.compile(r"\$\$(.+?)\$\$", re.DOTALL)
-_INLINE = re.compile(r"(?<![\\$\w])\$(?![\s\d$])([^$\n]+(?:\n[^$\n]+)?)(?<!\s)\$(?![\w$])")
+_INLINE = re.compile(r"(?<![\\$\w])\$(?![\s$])([^$\n]+(?:\n[^$\n]+)?)(?<!\s)\$(?![\w$])")
 _CODE = re.compile(r"(^(```|~~~).*?^\2[^\n]*$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
 
