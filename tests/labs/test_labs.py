@@ -68,8 +68,8 @@ def lab_tools() -> ModuleType:
     return module
 
 
-def test_there_are_six_labs_in_order():
-    assert [lab.name[:3] for lab in LABS] == [f"0{number}_" for number in range(1, 7)]
+def test_there_are_seven_labs_in_order():
+    assert [lab.name[:3] for lab in LABS] == [f"0{number}_" for number in range(1, 8)]
 
 
 @every_lab

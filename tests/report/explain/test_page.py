@@ -189,3 +189,20 @@ def test_traced_rows_of_unlike_lengths_and_of_hidden_rows() -> None:
     empty = [row for row in rows if not walk.runs(hidden.request, row)]
     assert empty == [row for row in rows if row < 90] != []
     assert walk.as_json(hidden)["traced"][str(empty[0])]["lse"] is None
+
+
+@pytest.mark.usefixtures("chromium")
+def test_page_is_dark_where_the_reader_is(tmp_path: Path) -> None:
+    from PIL import Image
+
+    file = tmp_path / "page.html"
+    file.write_text(page.render(explained("causal()", 300)), encoding="utf-8")
+    style = file.read_text(encoding="utf-8")
+    papers = re.findall(r"--paper: (#\w{6});", style)
+    for paper, is_dark in zip(papers, (False, True), strict=True):
+        picture = tmp_path / f"{is_dark}.png"
+        browser.screenshot(file, picture, width=500, height=700, is_dark=is_dark)
+        with Image.open(picture) as image:
+            assert image.size == (500, 700)
+            red, green, blue = image.convert("RGB").getpixel((2, 2))
+        assert f"#{red:02x}{green:02x}{blue:02x}" == paper
