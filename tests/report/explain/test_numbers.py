@@ -3,6 +3,7 @@ library's own maps of tiles."""
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,3 +197,29 @@ def test_a_mask_from_a_file(tmp_path: Any) -> None:
 @pytest.mark.parametrize("name", ["H100", "RTX 4090", "rtx-4090", "NVIDIA H200", "4090"])
 def test_gpus_are_found_however_they_are_spelled(name: str) -> None:
     assert gpus.find(name).name in name.lower().replace(" ", "").replace("-", "") or "4090" in name
+
+
+@pytest.mark.parametrize(
+    ("name", "processors", "memory_gib", "found"),
+    [
+        ("NVIDIA H200", 132, 139.8, "h200"),
+        ("NVIDIA H100 80GB HBM3", 132, 79.1, "h100"),
+        ("NVIDIA H100 PCIe", 114, 79.1, None),
+        ("NVIDIA A100-SXM4-80GB", 108, 79.2, "a100"),
+        ("NVIDIA A100-SXM4-40GB", 108, 39.4, None),
+        ("NVIDIA A100 80GB PCIe", 108, 79.2, None),
+        ("NVIDIA GeForce RTX 4090", 128, 23.6, "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 D", 114, 23.6, None),
+        ("AMD Instinct MI300X", 304, 191.7, "mi300x"),
+    ],
+)
+def test_the_gpu_here_is_one_of_the_table_or_none(
+    monkeypatch: pytest.MonkeyPatch, name: str, processors: int, memory_gib: float, found: str
+) -> None:
+    here = SimpleNamespace(
+        name=name, multi_processor_count=processors, total_memory=memory_gib * GIB
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: here)
+    gpu = gpus.find_here()
+    assert (None if gpu is None else gpu.name) == found

@@ -86,8 +86,16 @@ def find(name: str) -> Gpu:
 
 
 def find_here() -> Gpu | None:
-    """The GPU of this machine where the table has it."""
+    """The GPU of this machine where the table has just it: not its PCIe form, not a smaller one."""
     if not torch.cuda.is_available():
         return None
-    here = torch.cuda.get_device_name(0).lower().replace(" ", "")
-    return next((gpu for name, gpu in GPUS.items() if name in here), None)
+    here = torch.cuda.get_device_properties(0)
+    name = here.name.lower().replace(" ", "")
+    if "pcie" in name:
+        return None
+    for gpu in GPUS.values():
+        has_its_memory = abs(here.total_memory / (gpu.memory_gb * 1e9) - 1) < 0.15
+        is_it = gpu.name in name and here.multi_processor_count == gpu.processors
+        if is_it and has_its_memory:
+            return gpu
+    return None
