@@ -11,7 +11,7 @@ import torch
 
 from tilewise.cli import main
 from tilewise.core.tiles import tile_map
-from tilewise.report.explain import explanation, gpus, mask_text, plan, tiles, traffic
+from tilewise.report.explain import explanation, gpus, mask_text, plan, tables, tiles, traffic
 from tilewise.report.explain.request import TERMS, Request
 
 KNOWN = ["--seqlen", "8192", "--heads", "32", "--head-dim", "128", "--batch", "2"]
@@ -130,6 +130,9 @@ def test_what_no_kernel_takes_is_plain_torch() -> None:
     assert found.plan.choice.name == "tiled"
     assert found.plan.launches == []
     assert "head dims up to 256" in found.plan.choice.rejected["triton"]
+    assert explanation.as_json(found)["forward"]["tiled"] is None
+    assert all("tiled" not in row[:2] for table in tables.tabulate(found) for row in table.rows)
+    assert any("plain torch" in line for line in tables.sentences(found))
 
 
 def test_a_binary_is_read() -> None:

@@ -48,6 +48,12 @@ class Direction:
     tiled_extra_bytes: int
     measured_us: float | None = None
 
+    @property
+    def kinds(self) -> list[tuple[str, list[Step]]]:
+        """Plain, and tiled where kernels say what they do."""
+        kinds = [("plain", self.plain), ("tiled", self.tiled)]
+        return [(name, steps) for name, steps in kinds if steps]
+
     def seconds(self, steps: list[Step], gpu: Gpu, request: Request) -> float:
         """At best: each step takes what its slowest unit takes."""
         return sum(max(step.limits(gpu, request).values()) for step in steps)
@@ -223,10 +229,10 @@ def _direction_as_json(found: Explanation, x: Direction) -> dict[str, Any]:
     gpu, request = found.gpu, found.request
     floor_s = x.seconds(x.tiled, gpu, request)
     document: dict[str, Any] = {"useful_flops": x.useful_flops}
-    for name, steps, extra in (
-        ("plain", x.plain, x.plain_extra_bytes),
-        ("tiled", x.tiled, x.tiled_extra_bytes),
-    ):
+    extras = {"plain": x.plain_extra_bytes, "tiled": x.tiled_extra_bytes}
+    document["tiled"] = None
+    for name, steps in x.kinds:
+        extra = extras[name]
         document[name] = {
             "steps": [step.as_json(gpu, request) for step in steps],
             "flops": x.total(steps, "flops"),

@@ -359,7 +359,7 @@ function drawRoofline() {
   const points = [];
   for (const direction of ["forward", "backward"]) for (const kind of ["plain", "tiled"]) {
     const x = EXPLAINED[direction][kind];
-    if (!x.steps.length) continue;
+    if (!x) continue;
     points.push([x.flops_per_byte, x.flops / x.at_best_us / 1e6, `${kind} ${direction}`, kind, "at best"]);
     const measured = EXPLAINED[direction].measured_us;
     if (kind === "tiled" && measured)
@@ -377,7 +377,7 @@ function drawRoofline() {
     parts.push(`<line x1="${L}" y1="${Y(10 ** p)}" x2="${W - R}" y2="${Y(10 ** p)}" stroke="var(--line)"/>`
       + `<text class="muted" font-size="12" text-anchor="end" x="${L - 8}" y="${Y(10 ** p) + 4}">${10 ** p}</text>`);
   parts.push(`<polyline fill="none" stroke="var(--ink)" stroke-width="2" points="${X(low)},${Y(low * gpu.memory_tbps)} ${X(ridge)},${Y(gpu.matrix_tflops)} ${X(high)},${Y(gpu.matrix_tflops)}"/>`);
-  const step = EXPLAINED.forward.tiled.steps[0];
+  const step = EXPLAINED.forward.tiled?.steps[0];
   if (step) {
     const roof = (gpu.exps_t * step.flops) / step.exps;
     parts.push(`<line x1="${X(Math.max(low, roof / gpu.memory_tbps))}" y1="${Y(roof)}" x2="${W - R}" y2="${Y(roof)}" stroke="var(--softmax)" stroke-width="2" stroke-dasharray="6 4"/>`

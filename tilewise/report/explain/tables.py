@@ -50,7 +50,7 @@ def headline(found: Explanation) -> list[str]:
 def tabulate(found: Explanation) -> list[Table]:
     return [
         _scores(found),
-        _kernels(found),
+        *([_kernels(found)] if found.plan.launches else []),
         *(_traffic(found, direction) for direction in found.directions),
         _limits(found),
     ]
@@ -63,7 +63,7 @@ def _scores(found: Explanation) -> Table:
     rows = [
         ["scores of one head, that plain attention keeps", write_size(scores.per_head_bytes)],
         [f"scores of all {scores.heads} heads (batch x heads)", write_size(scores.all_bytes)],
-        ["one tile of scores, in registers, fp32", write_size(scores.tile_fp32_bytes)],
+        ["one tile of scores, in fp32", write_size(scores.tile_fp32_bytes)],
         [f"the same tile as {name}, for the second product", write_size(scores.tile_bytes)],
         ["tile", f"{tiles.block_m} queries x {tiles.block_n} keys"],
         ["tiles of a head", f"{scores.query_tiles} x {scores.key_tiles}"],
@@ -112,7 +112,7 @@ def _kernels(found: Explanation) -> Table:
 
 def _traffic(found: Explanation, direction: Direction) -> Table:
     rows = []
-    for kind, steps in (("plain", direction.plain), ("tiled", direction.tiled)):
+    for kind, steps in direction.kinds:
         rows += [[kind, *_step(step)] for step in steps]
         total = direction.total
         rows.append(
@@ -145,7 +145,7 @@ def _limits(found: Explanation) -> Table:
     names = ("matrix products", "exponentials", "device memory")
     rows = []
     for x in found.directions:
-        for kind, steps in (("plain", x.plain), ("tiled", x.tiled)):
+        for kind, steps in x.kinds:
             limits = [step.limits(gpu, request) for step in steps]
             sums = [sum(limit[name] for limit in limits) for name in names]
             rows.append(
@@ -168,6 +168,11 @@ def sentences(found: Explanation) -> list[str]:
     lines.append(
         f"Below {ridge:.0f} FLOP per byte this GPU waits for memory, above it for its matrix units."
     )
+    if not found.plan.launches:
+        lines.append(
+            "The tiled backend is plain torch: its tiles of scores go through memory one after the "
+            "other, and there are no kernels of its own to count."
+        )
     for x in found.directions:
         verb = "fits" if found.fits(x.plain_extra_bytes) else "does not fit"
         lines.append(
