@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import tilewise as tw
+from tilewise.dense.api import attention_partial_backward
 
 M, N = 256, 320
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -120,6 +121,18 @@ def _backward(
     return BackwardVariant(name, call, spills)
 
 
+def _into_buffers(D: int) -> Callable[[], Any]:
+    def call() -> None:
+        q, k, v = (torch.zeros(2, n, 4, D, dtype=_BF16) for n in (M, N, N))
+        statistics = (torch.zeros(2, 4, M) for _ in range(2))
+        buffers = {
+            f"d{name}": torch.zeros(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)
+        }
+        attention_partial_backward(q, q, k, v, *statistics, **buffers, backend="hopper")
+
+    return call
+
+
 # What is spilled is of the program's beginning and end, and two words that a block reads again.
 BACKWARD_VARIANTS = [
     _backward("D 64", 64, (8, 16)),
@@ -131,5 +144,7 @@ BACKWARD_VARIANTS = [
     _backward("padding D 128", 128, (56, 144), mask=_PADDED["mask"]),
     _backward("packed D 64", 64, (0, 24), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
     _backward("packed D 128", 128, (32, 144), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    BackwardVariant("into fp32 buffers D 64", _into_buffers(64), (8, 40)),
+    BackwardVariant("into fp32 buffers D 128", _into_buffers(128), (104, 160)),
     _backward("documents", 128, (40, 144), mask=tw.window(30, 0) & tw.documents(_LENGTHS)),
 ]

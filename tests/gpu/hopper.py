@@ -45,7 +45,7 @@ def compiled() -> None:
 @pytest.fixture(autouse=True)
 def no_hang() -> Iterator[None]:
     """A protocol of barriers that is wrong hangs: then the process ends and says where."""
-    faulthandler.dump_traceback_later(40, exit=True)
+    faulthandler.dump_traceback_later(90, exit=True)
     yield
     torch.cuda.synchronize()
     faulthandler.cancel_dump_traceback_later()

@@ -31,6 +31,7 @@ from tests.gpu.hopper import (
 from tests.helpers import check_call
 from tilewise.core.tolerance import assert_within_budget
 from tilewise.dense import hopper_backward_call
+from tilewise.dense.api import attention_partial_backward
 
 __all__ = ["compiled", "no_hang"]
 pytestmark = [pytest.mark.gpu, NEEDS_HOPPER]
@@ -135,6 +136,35 @@ def test_lse_and_a_sink_that_stays(D: int) -> None:
 
     for three in zip(got, differentiate(torch.float64), differentiate(BF16), strict=True):
         assert_within_budget(*three)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_pieces_add_into_buffers(D: int, monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
+    """Two halves of the keys, as a ring visits them, into buffers that held something."""
+    inner = hopper_backward_call.attention_bwd
+    monkeypatch.setattr(
+        hopper_backward_call, "attention_bwd", lambda *x: (taken.append(1), inner(*x))
+    )
+    x = draw(2, 300, 700, (4, 2), D=D)
+    q, k, v = x
+    dout, visible = dout_of(q, v), band(300, 700, None, 0)
+
+    def differentiate(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in x]
+        return torch.autograd.grad(formula(*leaves, visible)[0], leaves, dout.to(dtype))
+
+    with torch.no_grad():
+        out, lse = tw.attention_partial(*x, mask=tw.causal(), backend="hopper")
+    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+    dq, dk, dv = (torch.ones(t.shape, device=DEVICE) for t in x)
+    for keys in (slice(0, 330), slice(330, 700)):
+        attention_partial_backward(
+            dout, q, k[:, keys], v[:, keys], lse, delta, dq=dq, dk=dk[:, keys], dv=dv[:, keys],
+            mask=tw.causal(), q_start=400, k_start=keys.start, backend="hopper",
+        )  # fmt: skip
+    three = zip((dq, dk, dv), differentiate(torch.float64), differentiate(BF16), strict=True)
+    for got, exact, eager in three:
+        assert_within_budget((got - 1).to(BF16), exact, eager)
 
 
 # ---------------------------------------------------------------- placements

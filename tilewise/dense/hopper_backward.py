@@ -60,7 +60,7 @@ class BackwardBuild(NamedTuple):
 
     dim, value_dim: as tiles hold them. place: see `placement.py`. span: of a tile of keys.
     slots: blocks of rows in flight. keeps_keys: K and V stay in registers as left operands.
-    registers: of consumers, of the producer.
+    registers: of consumers, of the producer. is_added: dK and dV are added to fp32 tensors.
     """
 
     dim: int
@@ -70,6 +70,7 @@ class BackwardBuild(NamedTuple):
     slots: int
     keeps_keys: bool
     registers: tuple[int, int]
+    is_added: bool = False
 
 
 class Descriptors(NamedTuple):
@@ -324,15 +325,20 @@ def _mma_partition(
     seq, n0 = _sequence(call, tile, BUILD)
     at = [seq.batch, tile.kv_head, seq.k_first + n0 + ID * ROWS, 0]
     n_rows = seq.k_stored - n0 - ID * ROWS
-    if BUILD.place >= PACKED:
+    if BUILD.is_added:
+        _store_rows(dk_out, at, dk, n_rows, DIM, True)
+        _store_rows(dv_out, at, dv, n_rows, VALUE_DIM, True)
+    elif BUILD.place >= PACKED:
         # TMA does not know where a document ends.
         if n_rows >= ROWS:
             _store_tiles(descs, memory, at, dk, dv, ID, BUILD)
         else:
-            _store_rows(dk_out, at, dk, n_rows, DIM)
-            _store_rows(dv_out, at, dv, n_rows, VALUE_DIM)
+            _store_rows(dk_out, at, dk, n_rows, DIM, False)
+            _store_rows(dv_out, at, dv, n_rows, VALUE_DIM, False)
     else:
         _store_tiles(descs, memory, at, dk, dv, ID, BUILD)
+    # Shared memory stays until all of it has left.
+    tma_store_wait(0)
 
 
 @gluon.jit
@@ -345,12 +351,11 @@ def _store_tiles(descs, memory, at, dk, dv, ID: gl.constexpr, BUILD: gl.constexp
     sync_partition()
     tma_store(descs.dv, at, memory.v.index(ID))
     tma_store(descs.dk, at, memory.k.index(ID))
-    tma_store_wait(0)
 
 
 @gluon.jit
-def _store_rows(out, at, x, n_rows, DIM: gl.constexpr):
-    """The first n_rows of a consumer's rows."""
+def _store_rows(out, at, x, n_rows, DIM: gl.constexpr, ADD: gl.constexpr):
+    """The first n_rows of a consumer's rows; with ADD added to what is there."""
     LAYOUT: gl.constexpr = x.type.layout
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
@@ -358,6 +363,8 @@ def _store_rows(out, at, x, n_rows, DIM: gl.constexpr):
     ptrs = base + (rows.to(gl.int64) * out.stride_m)[:, None] + cols[None, :]
     # Heads are neighbours, so their stride is what a row stores.
     mask = (rows < n_rows)[:, None] & (cols < out.stride_h)[None, :]
+    if ADD:
+        x += gl.load(ptrs, mask=mask, other=0.0)
     gl.store(ptrs, x.to(out.ptr.dtype.element_ty), mask=mask)
 
 

@@ -44,10 +44,13 @@ def _attention_bwd_hopper_prepare_kernel(
     seq, h, m0, number = _locate(place, PLACE)
     r = tl.arange(0, _BLOCK)
     used, first = m0 + r < seq.q_used, seq.q_first + m0
-    o_base, do_base = row_base(out, seq.batch, first, h), row_base(dout, seq.batch, first, h)
-    o_tile = load_tile(o_base, out.stride_m, used, True, _BLOCK, VALUE_DIMS, IS_WIDE)
-    do_tile = load_tile(do_base, dout.stride_m, used, True, _BLOCK, VALUE_DIMS, IS_WIDE)
-    delta = row_product(o_tile, do_tile, VALUE_DIMS)
+    delta = tl.zeros((_BLOCK,), tl.float32)
+    # Of a piece, -dlse is all of delta.
+    if out.ptr is not None:
+        o_base, do_base = row_base(out, seq.batch, first, h), row_base(dout, seq.batch, first, h)
+        o_tile = load_tile(o_base, out.stride_m, used, True, _BLOCK, VALUE_DIMS, IS_WIDE)
+        do_tile = load_tile(do_base, dout.stride_m, used, True, _BLOCK, VALUE_DIMS, IS_WIDE)
+        delta += row_product(o_tile, do_tile, VALUE_DIMS)
     if dlse.ptr is not None:
         delta -= tl.load(statistics_base(dlse, seq.batch, first, h) + r, mask=used, other=0.0)
     minus_inf = float("-inf")
@@ -62,9 +65,10 @@ def _attention_bwd_hopper_prepare_kernel(
 
 @triton.jit
 def _attention_bwd_hopper_finish_kernel(
-    buffer_ptr, dq, scale, place, DIM: tl.constexpr, PLACE: tl.constexpr
+    buffer_ptr, dq, scale, place, DIM: tl.constexpr, PLACE: tl.constexpr, ADD: tl.constexpr
 ):  # fmt: skip
-    """dQ of a block from the buffer, scaled and rounded. dq may have fewer columns than DIM."""
+    """dQ of a block from the buffer, scaled and rounded; with ADD added to what is there. dq may
+    have fewer columns than DIM."""
     seq, h, m0, number = _locate(place, PLACE)
     r = tl.arange(0, _BLOCK)[:, None]
     column = tl.arange(0, DIM)[None, :]
@@ -75,4 +79,6 @@ def _attention_bwd_hopper_finish_kernel(
     ptrs = row_base(dq, seq.batch, seq.q_first + m0, h) + r.to(tl.int64) * dq.stride_m + column
     # Heads are neighbours, so their stride is what a row stores.
     mask = (m0 + r < seq.q_stored) & (column < dq.stride_h)
+    if ADD:
+        x += tl.load(ptrs, mask=mask, other=0.0)
     tl.store(ptrs, x.to(dq.ptr.dtype.element_ty), mask=mask)

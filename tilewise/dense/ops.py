@@ -218,6 +218,10 @@ def _attention_bwd_into(
         dout, lse, delta = (x.unsqueeze(0) for x in (dout, lse, delta))
         dq, dk, dv = (x.unsqueeze(0) for x in (dq, dk, dv))
     match arguments.chosen(piece):
+        case "hopper" if not why_not_hopper_backward(piece, ()):
+            from . import hopper_backward_call
+
+            hopper_backward_call.attention_bwd(piece, dout, lse, delta, (dq, dk, dv))
         case "triton" | "hopper":
             from . import triton_backward
 
