@@ -23,7 +23,9 @@ def test_every_page_has_its_place(pages: dict[str, str]) -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r"([\w/]+\.md)$", text[text.index("\nnav:") :], re.MULTILINE)
     assert len(listed) == len(set(listed))
-    assert set(listed) == set(pages)
+    missing, gone = set(pages) - set(listed), set(listed) - set(pages)
+    assert not missing, f"no line in the nav of mkdocs.yml: {sorted(missing)}"
+    assert not gone, f"in the nav of mkdocs.yml, and nowhere else: {sorted(gone)}"
 
 
 def test_every_op_has_a_page_made_of_its_docstring(pages: dict[str, str]) -> None:
