@@ -61,7 +61,7 @@ for (let i = 0; i < passes.length; i++) {
   click("play");
   while (!walk.isOver) await wait(50);
   said.push({ verdict: text("library"), words: text("grid-words"), play: text("play"),
-    checks: walk.checks, visited: walk.done.size,
+    checks: walk.checks, asked: walk.bytes.asked, visited: walk.done.size,
     weights: Object.values(walk.rows).map((state) => state.weight) });
 }
 return said;
@@ -87,6 +87,9 @@ def test_plays_to_the_end_and_gives_what_the_library_gives(text: str, gpu: str) 
             assert "all equal the library’s result" in played["verdict"]
             assert played["checks"]["count"] == len(way.edges.rows) - 1
     forward, keys = found.result[:2]
+    # Bytes of a head are those of the table, of all heads, with what is written.
+    step = made.directions[0].tiled[0]
+    assert forward["asked"] * made.scores.heads == step.asked + sum(step.writes.values())
     assert ways[1].owner == "keys"
     rows = sorted(int(row) for row in forward["checks"]["rows"])
     got = torch.tensor([forward["checks"]["rows"][str(row)]["out"] for row in rows])

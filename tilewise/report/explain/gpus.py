@@ -26,7 +26,6 @@ class Gpu:
     tensor_tflops: dict[str, float]
     memory_tbps: float
     memory_gb: float
-    l2_mb: float
     shared_kib: int
     source: str
     # Results a clock and multiprocessor.
@@ -56,18 +55,18 @@ def _rates(half: float, single: float) -> dict[str, float]:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", "NVIDIA A100 80 GB SXM", "sm_80", 108, 1.41, _rates(312, 156), 2.039, 80, 40,
+        Gpu("a100", "NVIDIA A100 80 GB SXM", "sm_80", 108, 1.41, _rates(312, 156), 2.039, 80,
             163, "NVIDIA A100 datasheet (80 GB SXM) and architecture whitepaper"),
-        Gpu("h100", "NVIDIA H100 SXM", "sm_90", 132, 1.83, _rates(989.4, 494.7), 3.35, 80, 50,
+        Gpu("h100", "NVIDIA H100 SXM", "sm_90", 132, 1.83, _rates(989.4, 494.7), 3.35, 80,
             227, "NVIDIA H100 datasheet (SXM) and Hopper architecture whitepaper"),
-        Gpu("h200", "NVIDIA H200 SXM", "sm_90", 132, 1.83, _rates(989.4, 494.7), 4.8, 141, 50,
+        Gpu("h200", "NVIDIA H200 SXM", "sm_90", 132, 1.83, _rates(989.4, 494.7), 4.8, 141,
             227, "NVIDIA H200 datasheet (SXM)"),
-        Gpu("b200", "NVIDIA B200 (HGX)", "sm_100", 148, 1.86, _rates(2250, 1125), 8.0, 180, 126,
+        Gpu("b200", "NVIDIA B200 (HGX)", "sm_100", 148, 1.86, _rates(2250, 1125), 8.0, 180,
             227, "NVIDIA HGX B200 datasheet, an eighth of it"),
         Gpu("rtx4090", "NVIDIA GeForce RTX 4090", "sm_89", 128, 2.52, _rates(165.2, 82.6), 1.008,
-            24, 72, 99, "NVIDIA Ada GPU architecture whitepaper (products summed in fp32)"),
+            24, 99, "NVIDIA Ada GPU architecture whitepaper (products summed in fp32)"),
         Gpu("mi300x", "AMD Instinct MI300X", "gfx942", 304, 2.1, _rates(1307.4, 163.4), 5.3, 192,
-            256, 64, "AMD Instinct MI300X datasheet and CDNA 3 whitepaper (L2: Infinity Cache)"),
+            64, "AMD Instinct MI300X datasheet and CDNA 3 whitepaper"),
     )
 }  # fmt: skip
 
