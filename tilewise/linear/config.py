@@ -27,11 +27,13 @@ class Key(NamedTuple):
 
 
 class StageConfig(NamedTuple):
-    """block_d, block_e: of a chunk's own stages. slice_e: of the passes over states."""
+    """block_d, block_e: of a chunk's own stages, prepare and gradients. slice_e: of the passes over
+    states."""
 
     block_d: int
     block_e: int
-    chunk: Config
+    prepare: Config
+    gradients: Config
     slice_e: int
     states: Config
 
@@ -53,5 +55,10 @@ def stage_config(key: Key) -> StageConfig:
     slice_e = min(widest, power_of_two(key.E))
     warps = 8 if full > 128 or slice_e > 32 else 4
     return StageConfig(
-        block_d, block_e, Config(64, 64, 4, 1), slice_e, Config(64, slice_e, warps, 2)
+        block_d,
+        block_e,
+        Config(64, 64, 4, 1),
+        Config(64, 64, 4, 1),
+        slice_e,
+        Config(64, slice_e, warps, 2),
     )

@@ -29,7 +29,8 @@ def linear_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def linear_eager(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The same with the state in fp32 and every product rounded to the inputs' dtype."""
+    """The same with the state in fp32, and every product of numbers in the inputs' dtype, rounded
+    to it."""
     dtype, wide = inputs.q.dtype, accumulator_of(inputs.q.dtype)
     out, state = _run(inputs.map(lambda x: x.to(wide)), lambda x: x.to(dtype).to(wide))
     return out.to(dtype), state
@@ -54,7 +55,7 @@ def _run(inputs: Inputs, rounded: Callable[[Tensor], Tensor]) -> tuple[Tensor, T
 def recurrence(
     inputs: Inputs, state: Tensor, rounded: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Dense rows, one step after another. rounded: what becomes of each product."""
+    """Dense rows, one step after another. rounded: to the dtype of products."""
     q, k = (inputs.by_value_head(x) for x in (inputs.q, inputs.k))
     steps = zip(
         q.unsqueeze(-2).unbind(1), k.unsqueeze(-1).unbind(1), inputs.v.unbind(1), strict=True
@@ -69,10 +70,10 @@ def recurrence(
         if decays is not None:
             state = decays[t] * state
         if betas is not None:
-            seen = rounded((k_t.transpose(-1, -2) @ state).squeeze(-2))
+            seen = rounded((k_t.transpose(-1, -2) @ rounded(state)).squeeze(-2))
             d_t = rounded(betas[t] * (d_t - seen))
         state = state + rounded(k_t * d_t.unsqueeze(-2))
-        outs.append(rounded(inputs.scale * (q_t @ state).squeeze(-2)))
+        outs.append(rounded(inputs.scale * (q_t @ rounded(state)).squeeze(-2)))
     if not outs:
         return inputs.v.clone(), state.clone()
     return torch.stack(outs, 1), state

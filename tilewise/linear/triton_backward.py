@@ -45,7 +45,16 @@ def linear_bwd(
         call.numbers(dbeta),
     )
     made = (remade.states, remade.errors, remade.steps)
-    call.launch_chunks(_chunk_gradients_kernel, call.call, made, dstates, dsteps, upstream, results)
+    call.launch_chunks(
+        _chunk_gradients_kernel,
+        call.config.gradients,
+        call.call,
+        made,
+        dstates,
+        dsteps,
+        upstream,
+        results,
+    )
     if call.group > 1:
         dq, dk = (x.unflatten(-2, (-1, call.group)).sum(-2).to(call.dtype) for x in (dq, dk))
     nothing = dout.new_empty(0)

@@ -57,9 +57,9 @@ class LinearCall:
     def _precisions(self, architecture: str) -> tuple[str, str]:
         if architecture == "interpreter":
             return "interpreted", "interpreted"
-        if not architecture.startswith("sm_"):
-            return "ieee", "ieee"
-        return ("tf32x3", "tf32x3") if self.dtype == torch.float32 else ("ieee", "bf16x3")
+        if self.dtype != torch.float32:
+            return "ieee", "bf16"
+        return ("tf32x3",) * 2 if architecture.startswith("sm_") else ("ieee",) * 2
 
     @cached_property
     def call(self) -> Call:
@@ -80,15 +80,18 @@ class LinearCall:
             return absent(Operand)
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             x = x.contiguous()
+        if 1 in x.stride()[:-1]:
+            # Triton makes a constant of an int that is 1, and loses it in a tuple inside a loop.
+            x = torch.nn.functional.pad(x, (0, 1))[..., :1]
         batch = x.stride(0) if x.dim() == 4 else 0
         return Operand(x, batch, x.stride(-3), x.stride(-2))
 
     def numbers(self, x: Tensor | None) -> Operand:
-        """Numbers `[B, M, heads]` or packed."""
+        """Numbers `[B, M, heads]` or packed; strides are coded."""
         if x is None:
             return absent(Operand)
         batch = x.stride(0) if x.dim() == 3 else 0
-        return Operand(x, batch, x.stride(-2), x.stride(-1))
+        return Operand(x, code(batch), code(x.stride(-2)), code(x.stride(-1)))
 
     @property
     def initial(self) -> Tensor | None:
@@ -109,7 +112,9 @@ class LinearCall:
     def new_rows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """For results by token. Those of tokens of no sequence are 0, which nothing writes."""
         make = torch.empty if self.table is None else torch.zeros
-        return make(tuple(shape), dtype=dtype, device=self.device)
+        # No row of one number: see `operand`.
+        rows = make((*shape[:-1], max(2, shape[-1])), dtype=dtype, device=self.device)
+        return rows[..., : shape[-1]]
 
     def prepared(self) -> Prepared:
         delta, scalar, vector = self.has_delta, self.gate == 1, self.gate == 2
@@ -126,10 +131,10 @@ class LinearCall:
             k=self.buffer(C, D) if vector else None,
         )
 
-    def launch_chunks(self, kernel: Any, *arguments: Any) -> None:
+    def launch_chunks(self, kernel: Any, config: Config, *arguments: Any) -> None:
         """A program for each slot and head."""
         grid = (self.slots * self.H, 1, 1)
-        launch(kernel, grid, self.config.chunk, (*arguments, self.build), self.device)
+        launch(kernel, grid, config, (*arguments, self.build), self.device)
 
     def launch_states(self, kernel: Any, *arguments: Any) -> None:
         """A program for each sequence, head and slice of E."""

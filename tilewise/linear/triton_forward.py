@@ -20,7 +20,7 @@ def linear_fwd(inputs: Inputs) -> tuple[Tensor, Tensor]:
     call = LinearCall(inputs)
     out, final = call.rows_like(inputs.v), call.new_state()
     prepared = call.prepared()
-    call.launch_chunks(_chunk_prepare_kernel, call.call, prepared)
+    call.launch_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
     call.launch_states(
         _states_kernel, call.call, prepared, call.initial, final, call.operand(out), None, None,
         None,
@@ -41,7 +41,7 @@ def linear_states(call: LinearCall) -> Remade:
     prepared = call.prepared()
     states, steps = call.buffer(call.D, call.E), call.buffer(CHUNK, call.E)
     errors = call.buffer(CHUNK, call.E) if call.has_delta else None
-    call.launch_chunks(_chunk_prepare_kernel, call.call, prepared)
+    call.launch_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
     call.launch_states(
         _states_kernel, call.call, prepared, call.initial, call.new_state(), absent(Operand),
         states, errors, steps,

@@ -1,8 +1,9 @@
 """Decays within a chunk, from sums of log gates over the steps between.
 
 A sum is never the difference of two longer ones: it is a product of the gates with a matrix of 0
-and 1. So no exponent is above 0 where no gate is, a strong gate costs its neighbours no accuracy,
-and the gradient of a gate adds up what passed it, with the same matrix transposed.
+and 1, or a running sum from where it begins. So no exponent is above 0 where no gate is, a strong
+gate costs its neighbours no accuracy, and the gradient of a gate adds up what passed it, with the
+same matrix transposed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .structs import LOG2_E, LOWEST_LOG2
-from .tiles import fine_dot, load_numbers, load_rows
+from .tiles import load_numbers, load_rows, sum_dot
 
 
 @triton.jit
@@ -50,21 +51,20 @@ def scalar_decays(g, CHUNK: tl.constexpr):
 
 @triton.jit
 def vector_decays(g, CHUNK: tl.constexpr, BUILD: tl.constexpr):
-    reached = fine_dot(up_to(CHUNK, False), g, BUILD)
-    left = fine_dot(up_to(CHUNK, True), g, BUILD)
+    reached = sum_dot(up_to(CHUNK, False), g, BUILD)
+    left = sum_dot(up_to(CHUNK, True), g, BUILD)
     return tl.exp2(reached), tl.exp2(left), tl.exp2(tl.sum(g, 0))
 
 
 @triton.jit
-def pair_decay(g, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr, BUILD: tl.constexpr):
+def pair_decay(g, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
     """`[i, j]`: a scalar gate's decay from step j to step i, 0 for j > i; or `[j, i]`."""
     row, col = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     if TRANSPOSED:
-        # [j, l] of the gates after j, times [l, i] of those up to i.
-        sums = fine_dot(tl.where(col > row, g[None, :], 0.0), (row <= col).to(tl.float32), BUILD)
+        sums = tl.cumsum(tl.where(col > row, g[None, :], 0.0), 1)
         return tl.exp2(tl.where(row <= col, sums, float("-inf")))
     else:
-        sums = fine_dot((col <= row).to(tl.float32), tl.where(row > col, g[:, None], 0.0), BUILD)
+        sums = tl.cumsum(tl.where(row > col, g[:, None], 0.0), 0)
         return tl.exp2(tl.where(row >= col, sums, float("-inf")))
 
 

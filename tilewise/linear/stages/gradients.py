@@ -27,7 +27,6 @@ from .gates import (
 from .structs import SCALAR_GATE, VECTOR_GATE, locate_chunk
 from .tiles import (
     dot,
-    fine_dot,
     load_block,
     load_block_transposed,
     load_columns,
@@ -36,12 +35,13 @@ from .tiles import (
     narrow,
     store_numbers,
     store_rows,
+    sum_dot,
 )
 
 
 @triton.jit
 def _chunk_gradients_kernel(call, remade, dstates, dsteps, dout, results, BUILD: tl.constexpr):
-    """remade: states, errors, steps. results: operands of dq, dk, dg, dbeta; a pointer may be None."""
+    """remade: states, errors, steps. results: operands of dq, dk, dg and dbeta, some absent."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     BLOCK: tl.constexpr = BUILD.block_d
@@ -65,9 +65,9 @@ def _chunk_gradients_kernel(call, remade, dstates, dsteps, dout, results, BUILD:
     between = tl.zeros((C, C), tl.float32)
     if BUILD.gate == SCALAR_GATE:
         g = load_scalar_gate(call.g, row, first, count, head, C)
-        decay, decay_t = pair_decay(g, C, False, BUILD), pair_decay(g, C, True, BUILD)
+        decay, decay_t = pair_decay(g, C, False), pair_decay(g, C, True)
         dqk, dqk_t, da, da_t = dqk * decay, dqk_t * decay_t, da * decay, da_t * decay_t
-        for d0 in tl.static_range(0, D, BLOCK):
+        for d0 in range(0, D, BLOCK):
             q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D)
             k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D)
             columns = load_columns(call.k, row, first, count, qk_head, d0, C, BLOCK, D)
@@ -75,7 +75,7 @@ def _chunk_gradients_kernel(call, remade, dstates, dsteps, dout, results, BUILD:
             if BUILD.has_delta:
                 between += da * beta[:, None] * dot(k, columns, None, DTYPE, BUILD)
     reached, left, total = scalar_decays(g, C)
-    for d0 in tl.static_range(0, D, BLOCK):
+    for d0 in range(0, D, BLOCK):
         q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
         k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
         dq, dk_seen, dk, dtotal = _through_state(
@@ -87,8 +87,8 @@ def _chunk_gradients_kernel(call, remade, dstates, dsteps, dout, results, BUILD:
             gate = load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, D)
             reached_v, left_v, total_v = vector_decays(gate, C, BUILD)
             dq, dk_seen, dk = dq * reached_v, dk_seen * reached_v, dk * left_v
-            passed = fine_dot(_transposed_up_to(C, False), q * dq + k * dk_seen, BUILD)
-            passed += fine_dot(_transposed_up_to(C, True), k * dk, BUILD)
+            passed = sum_dot(_transposed_up_to(C, False), q * dq + k * dk_seen, BUILD)
+            passed += sum_dot(_transposed_up_to(C, True), k * dk, BUILD)
             passed += (dtotal * total_v)[None, :]
             dk += dk_seen
             diagonal = tl.sum(tl.where(i == j, dqk, 0.0), 1)[:, None]
@@ -131,8 +131,8 @@ def _chunk_gradients_kernel(call, remade, dstates, dsteps, dout, results, BUILD:
     if BUILD.gate == SCALAR_GATE:
         # Gate l is in the decay of a pair j < l <= i, from the start to i >= l, to the end from
         # j < l, and in that of the whole chunk.
-        earlier = (i < j).to(tl.float32)
-        crossing = tl.where(i >= j, fine_dot(between, earlier, BUILD) + from_start[:, None], 0.0)
+        earlier = tl.cumsum(between, 1) - between
+        crossing = tl.where(i >= j, earlier + from_start[:, None], 0.0)
         dg = tl.sum(crossing, 0) + tl.sum(tl.where(i < j, to_end[:, None], 0.0), 0) + whole
         store_numbers(dg_out, row, first, count, head, dg, C, BUILD)
 
@@ -162,7 +162,7 @@ def _pair_gradients(
     da = tl.zeros((C, C), tl.float32)
     da_t = tl.zeros((C, C), tl.float32)
     dbeta = tl.zeros((C,), tl.float32)
-    for e0 in tl.static_range(0, E, BLOCK):
+    for e0 in range(0, E, BLOCK):
         do = load_rows(dout, row, first, count, head, e0, C, BLOCK, E)
         do_columns = load_columns(dout, row, first, count, head, e0, C, BLOCK, E)
         if BUILD.has_delta:
@@ -202,7 +202,7 @@ def _through_state(
     dk_seen = tl.zeros((C, WIDTH), tl.float32)
     dk = tl.zeros((C, WIDTH), tl.float32)
     dtotal = tl.zeros((WIDTH,), tl.float32)
-    for e0 in tl.static_range(0, E, BLOCK):
+    for e0 in range(0, E, BLOCK):
         do = load_rows(dout, row, first, count, head, e0, C, BLOCK, E)
         state = load_block_transposed(states, at, d0, e0, WIDTH, BLOCK, D, E)
         dstate = load_block_transposed(dstates, at, d0, e0, WIDTH, BLOCK, D, E)
@@ -227,7 +227,7 @@ def _descend(
     C: tl.constexpr = BUILD.chunk
     dq, dk, dr, passed = sums
     dqk, dqk_t, da, da_t = pairs
-    decay = tl.exp2(fine_dot(rung(SIZE, C, False), gate, BUILD))
+    decay = tl.exp2(sum_dot(rung(SIZE, C, False), gate, BUILD))
     q_here, k_here = narrow(q * decay, DTYPE, BUILD), narrow(k * decay, DTYPE, BUILD)
     lower, upper = rung_pairs(SIZE, C, False), rung_pairs(SIZE, C, True)
     dq_here = dot(tl.where(lower, dqk, 0.0), k_here, None, DTYPE, BUILD) * decay
@@ -241,5 +241,5 @@ def _descend(
         dr += dr_here
     dk_here *= decay
     product += k * dk_here
-    passed += fine_dot(rung(SIZE, C, True), product, BUILD)
+    passed += sum_dot(rung(SIZE, C, True), product, BUILD)
     return dq + dq_here, dk + dk_here, dr, passed

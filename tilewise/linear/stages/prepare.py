@@ -26,12 +26,12 @@ from .solve import invert_unit_lower
 from .structs import SCALAR_GATE, VECTOR_GATE, locate_chunk
 from .tiles import (
     dot,
-    fine_dot,
     load_columns,
     load_numbers,
     load_rows,
     narrow,
     store_block,
+    sum_dot,
 )
 
 
@@ -40,18 +40,19 @@ def _chunk_prepare_kernel(call, out, BUILD: tl.constexpr):
     """Everything of one chunk and head that needs no state."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
+    BLOCK: tl.constexpr = BUILD.block_d
     DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
     at, head, row, first, count = locate_chunk(call.place, tl.program_id(0), C)
     qk_head = head // decode(call.place.group)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     qk = tl.zeros((C, C), tl.float32)
     kk = tl.zeros((C, C), tl.float32)
-    for d0 in tl.static_range(0, D, BUILD.block_d):
+    for d0 in range(0, D, BLOCK):
         qk, kk = _add_products(call, qk, kk, row, first, count, head, qk_head, d0, DTYPE, BUILD)
     g = tl.zeros((C,), tl.float32)
     if BUILD.gate == SCALAR_GATE:
         g = load_scalar_gate(call.g, row, first, count, head, C)
-        decay = pair_decay(g, C, False, BUILD)
+        decay = pair_decay(g, C, False)
         qk, kk = qk * decay, kk * decay
     store_block(out.scores, at, 0, 0, tl.where(i >= j, qk, 0.0) * call.scale, C, C, C, C, BUILD)
     reached, left, total = scalar_decays(g, C)
@@ -65,7 +66,7 @@ def _chunk_prepare_kernel(call, out, BUILD: tl.constexpr):
         inverse = invert_unit_lower(tl.where(i > j, kk * beta[:, None], 0.0), C, BUILD)
         store_block(out.inverse, at, 0, 0, inverse, C, C, C, C, BUILD)
     if BUILD.gate == VECTOR_GATE:
-        for d0 in tl.static_range(0, D, BUILD.block_d):
+        for d0 in range(0, D, BLOCK):
             _store_decayed(call, out, at, row, first, count, head, qk_head, d0, BUILD)
 
 
@@ -103,7 +104,7 @@ def _add_products(
 def _climb(qk, kk, q, k, g, SIZE: tl.constexpr, DTYPE: tl.constexpr, BUILD: tl.constexpr):
     """One rung: pairs of steps whose border is that of two blocks of SIZE."""
     C: tl.constexpr = BUILD.chunk
-    decay = tl.exp2(fine_dot(rung(SIZE, C, False), g, BUILD))
+    decay = tl.exp2(sum_dot(rung(SIZE, C, False), g, BUILD))
     pairs = rung_pairs(SIZE, C, False)
     # A loaded tile may be seen transposed; products may not (see `kernels/README.md`).
     k = narrow(k * decay, DTYPE, BUILD)

@@ -1,8 +1,9 @@
 """The inverse of a unit lower triangular matrix.
 
-Math: [[a, 0], [c, b]]^-1 = [[a^-1, 0], [-b^-1 c a^-1, b^-1]], from blocks of 1 to the whole. Two
-    products a doubling, all blocks of a size at once. Powers of the matrix would take fewer, but
-    their sum cancels: of like keys their entries grow as binomials and the inverse has 0 and 1.
+Math: row by row within diagonal blocks of 16, all at once: x_i = -(a_i + sum_j<i a_ij x_j). Then
+    [[a, 0], [c, b]]^-1 = [[a^-1, 0], [-b^-1 c a^-1, b^-1]], two products a doubling. Powers of the
+    matrix would need no rows, but their sum cancels: of like keys their entries grow as binomials
+    where the inverse has 0 and 1.
 """
 
 from __future__ import annotations
@@ -13,22 +14,40 @@ import triton.language as tl
 from .gates import rung_pairs
 from .tiles import fine_dot
 
+BLOCK = tl.constexpr(16)
+
 
 @triton.jit
 def invert_unit_lower(a, CHUNK: tl.constexpr, BUILD: tl.constexpr):
     """(I + a)^-1 for a strictly lower `[C, C]`."""
-    row, col = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    identity = (row == col).to(tl.float32)
-    # Of blocks of 1 the inverse is the identity, and both products are the matrix itself.
-    x = identity - tl.where(rung_pairs(1, CHUNK, False), a, 0.0)
-    x = _double(x, a, 2, CHUNK, BUILD)
-    x = _double(x, a, 4, CHUNK, BUILD)
-    x = _double(x, a, 8, CHUNK, BUILD)
+    x = _invert_blocks(a, CHUNK)
     if CHUNK > 16:
         x = _double(x, a, 16, CHUNK, BUILD)
     if CHUNK > 32:
         x = _double(x, a, 32, CHUNK, BUILD)
     return x
+
+
+@triton.jit
+def _invert_blocks(a, CHUNK: tl.constexpr):
+    """The inverse of the diagonal blocks, 0 elsewhere."""
+    N: tl.constexpr = CHUNK // BLOCK
+    n = tl.arange(0, N)
+    is_diagonal = (n[:, None, None, None] == n[None, None, :, None]).broadcast_to(
+        (N, BLOCK, N, BLOCK)
+    )
+    blocks = tl.sum(tl.where(is_diagonal, tl.reshape(a, (N, BLOCK, N, BLOCK)), 0.0), 2)
+    row = tl.arange(0, BLOCK)[None, :, None]
+    col = tl.arange(0, BLOCK)[None, None, :]
+    # Without the diagonal, whose rows are added up here.
+    x = tl.zeros((N, BLOCK, BLOCK), tl.float32)
+    for i in range(1, BLOCK):
+        a_i = tl.sum(tl.where(row == i, blocks, 0.0), 1)
+        x_i = -(a_i + tl.sum(tl.expand_dims(a_i, 2) * x, 1))
+        x = tl.where(row == i, tl.expand_dims(x_i, 1), x)
+    x = tl.where(row == col, 1.0, x)
+    wide = tl.expand_dims(x, 2).broadcast_to((N, BLOCK, N, BLOCK))
+    return tl.reshape(tl.where(is_diagonal, wide, 0.0), (CHUNK, CHUNK))
 
 
 @triton.jit

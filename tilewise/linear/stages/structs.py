@@ -67,7 +67,7 @@ class Build(NamedTuple):
     """What a kernel is compiled for. Everything in it is a constant to the kernel.
 
     dim, value_dim: D and E; block_d, block_e: the widths that they are worked off in. precision: of
-    products of the inputs' dtype; fine: of those of fp32 numbers.
+    products of the inputs' dtype; fine: of those of fp32 numbers (see `tiles.fine_dot`).
     """
 
     chunk: int

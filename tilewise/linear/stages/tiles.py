@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...kernels.structs import decode
+
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr, BUILD: tl.constexpr):
@@ -58,18 +60,27 @@ def store_rows(
 
 
 @triton.jit
+def _number_ptrs(x, row, first, head, ROWS: tl.constexpr):
+    """Of one number a token; its strides are coded."""
+    steps = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
+    offset = tl.cast(row, tl.int64) * decode(x.stride_b) + tl.cast(head, tl.int64) * decode(
+        x.stride_h
+    )
+    return x.ptr + offset + steps * decode(x.stride_m)
+
+
+@triton.jit
 def load_numbers(x, row, first, count, head, ROWS: tl.constexpr):
     """One number a token, `[ROWS]` fp32; 0 past `count`."""
-    rows = tl.arange(0, ROWS)
-    ptrs = _row_base(x, row, first, head) + rows.to(tl.int64) * x.stride_m
-    return tl.load(ptrs, mask=rows < count, other=0.0).to(tl.float32)
+    ptrs = _number_ptrs(x, row, first, head, ROWS)
+    return tl.load(ptrs, mask=tl.arange(0, ROWS) < count, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_numbers(x, row, first, count, head, numbers, ROWS: tl.constexpr, BUILD: tl.constexpr):
-    rows = tl.arange(0, ROWS)
-    ptrs = _row_base(x, row, first, head) + rows.to(tl.int64) * x.stride_m
-    tl.store(ptrs, narrow(numbers, x.ptr.dtype.element_ty, BUILD), mask=rows < count)
+    ptrs = _number_ptrs(x, row, first, head, ROWS)
+    mask = tl.arange(0, ROWS) < count
+    tl.store(ptrs, narrow(numbers, x.ptr.dtype.element_ty, BUILD), mask=mask)
 
 
 @triton.jit
@@ -119,9 +130,34 @@ def dot(a, b, acc, DTYPE: tl.constexpr, BUILD: tl.constexpr):
 
 @triton.jit
 def fine_dot(a, b, BUILD: tl.constexpr):
-    """a b of fp32 numbers."""
+    """a b of fp32 numbers: as fp32 does it for fp32 inputs, to 2^-16 for others."""
     FINE: tl.constexpr = BUILD.fine
     if FINE == "interpreted":
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+        return tl.dot(a, b)
+    elif FINE == "bf16":
+        a_high, a_low = _split(a)
+        b_high, b_low = _split(b)
+        return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
     else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=FINE)
+        return tl.dot(a, b, input_precision=FINE)
+
+
+@triton.jit
+def sum_dot(ones, x, BUILD: tl.constexpr):
+    """The same for a matrix of 0 and 1 on the left."""
+    FINE: tl.constexpr = BUILD.fine
+    if FINE == "interpreted":
+        return tl.dot(ones, x)
+    elif FINE == "bf16":
+        high, low = _split(x)
+        ones = ones.to(tl.bfloat16)
+        return tl.dot(ones, high, tl.dot(ones, low))
+    else:
+        return tl.dot(ones, x, input_precision=FINE)
+
+
+@triton.jit
+def _split(x):
+    """fp32 numbers as the sum of two in bf16."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
