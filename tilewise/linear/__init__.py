@@ -14,9 +14,15 @@ if TYPE_CHECKING:
     from .api import linear_attention as linear_attention
     from .api import retention as retention
     from .api import simple_gla as simple_gla
+    from .convolution import short_convolution as short_convolution
+    from .pool import decode as decode
 
 _OPS = "delta_rule gated_delta_rule gla kda linear_attention retention simple_gla"
-_HOME = dict.fromkeys(("explain_backend", *_OPS.split()), "api")
+_HOME = {
+    "decode": "pool",
+    "short_convolution": "convolution",
+    **dict.fromkeys(("explain_backend", *_OPS.split()), "api"),
+}
 __all__ = sorted(_HOME)
 
 

@@ -24,13 +24,17 @@ def linear_bwd(
     remade = linear_states(call)
     dstates = call.buffer(call.D, call.E)
     dsteps = call.buffer(CHUNK, call.E) if call.has_delta else None
+    dtotal = None
+    if call.gate:
+        width = call.D if call.gate == 2 else 1
+        dtotal = call.buffer(call.n_slices, width, dtype=torch.float32)
     dv = call.rows_like(inputs.v)
     has_state = inputs.initial_state is not None
     dinitial = call.new_state() if has_state and wanted[5] else None
     upstream = call.operand(dout)
     call.launch_states(
-        _states_bwd_kernel, call.call, remade.prepared, upstream, dstate.contiguous(), dinitial,
-        call.operand(dv), dstates, dsteps,
+        _states_bwd_kernel, call.call, remade.prepared, remade.states, upstream,
+        dstate.contiguous(), dinitial, call.operand(dv), dstates, dsteps, dtotal,
     )  # fmt: skip
     # One of its own for each value head: heads that share q and k are summed up in fp32.
     heads = (*inputs.v.shape[:-1], call.D)
@@ -46,15 +50,9 @@ def linear_bwd(
     )
     made = (remade.states, remade.errors, remade.steps)
     call.launch_chunks(
-        _chunk_gradients_kernel,
-        call.config.gradients,
-        call.call,
-        made,
-        dstates,
-        dsteps,
-        upstream,
-        results,
-    )
+        _chunk_gradients_kernel, call.config.gradients, call.call, made,
+        (dstates, dsteps, dtotal), upstream, results, call.n_slices,
+    )  # fmt: skip
     if call.group > 1:
         dq, dk = (x.unflatten(-2, (-1, call.group)).sum(-2).to(call.dtype) for x in (dq, dk))
     nothing = dout.new_empty(0)

@@ -101,6 +101,11 @@ class LinearCall:
     def new_state(self) -> Tensor:
         return torch.empty(self.inputs.state_shape, dtype=torch.float32, device=self.device)
 
+    @property
+    def n_slices(self) -> int:
+        """Programs that share a head's state."""
+        return -(-self.E // self.config.slice_e)
+
     def buffer(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(
             self.slots, self.H, *shape, dtype=dtype or self.dtype, device=self.device
@@ -138,8 +143,7 @@ class LinearCall:
 
     def launch_states(self, kernel: Any, *arguments: Any) -> None:
         """A program for each sequence, head and slice of E."""
-        slices = -(-self.E // self.config.slice_e)
         tiles = power_of_two(self.D), self.config.slice_e, self.build
         config: Config = self.config.states
-        grid = (self.B * self.H * slices, 1, 1)
+        grid = (self.B * self.H * self.n_slices, 1, 1)
         launch(kernel, grid, config, (*arguments, *tiles), self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..kernels.structs import Operand, absent
@@ -39,7 +40,10 @@ class Remade(NamedTuple):
 
 def linear_states(call: LinearCall) -> Remade:
     prepared = call.prepared()
-    states, steps = call.buffer(call.D, call.E), call.buffer(CHUNK, call.E)
+    # The gradient of a chunk's decay is all of the state times its gradient: rounded to 16 bits it
+    # would be over the error budget.
+    dtype = torch.float32 if call.gate else None
+    states, steps = call.buffer(call.D, call.E, dtype=dtype), call.buffer(CHUNK, call.E)
     errors = call.buffer(CHUNK, call.E) if call.has_delta else None
     call.launch_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
     call.launch_states(

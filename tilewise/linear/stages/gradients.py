@@ -24,7 +24,7 @@ from .gates import (
     scalar_decays,
     vector_decays,
 )
-from .structs import SCALAR_GATE, VECTOR_GATE, locate_chunk
+from .structs import NO_GATE, SCALAR_GATE, VECTOR_GATE, locate_chunk
 from .tiles import (
     dot,
     load_block,
@@ -40,13 +40,17 @@ from .tiles import (
 
 
 @triton.jit
-def _chunk_gradients_kernel(call, remade, dstates, dsteps, dout, results, BUILD: tl.constexpr):
-    """remade: states, errors, steps. results: operands of dq, dk, dg and dbeta, some absent."""
+def _chunk_gradients_kernel(
+    call, remade, passes, dout, results, SLICES: tl.constexpr, BUILD: tl.constexpr
+):
+    """remade: states, errors, steps. passes: dstates, dsteps and dtotal, of SLICES parts. results:
+    operands of dq, dk, dg and dbeta, some absent."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     BLOCK: tl.constexpr = BUILD.block_d
     DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
     states, errors, steps = remade
+    dstates, dsteps, dtotal = passes
     dq_out, dk_out, dg_out, dbeta_out = results
     at, head, row, first, count = locate_chunk(call.place, tl.program_id(0), C)
     qk_head = head // decode(call.place.group)
@@ -65,6 +69,8 @@ def _chunk_gradients_kernel(call, remade, dstates, dsteps, dout, results, BUILD:
     between = tl.zeros((C, C), tl.float32)
     if BUILD.gate == SCALAR_GATE:
         g = load_scalar_gate(call.g, row, first, count, head, C)
+        for part in range(0, SLICES):
+            whole += tl.load(dtotal + at * SLICES + part)
         decay, decay_t = pair_decay(g, C, False), pair_decay(g, C, True)
         dqk, dqk_t, da, da_t = dqk * decay, dqk_t * decay_t, da * decay, da_t * decay_t
         for d0 in range(0, D, BLOCK):
@@ -78,7 +84,7 @@ def _chunk_gradients_kernel(call, remade, dstates, dsteps, dout, results, BUILD:
     for d0 in range(0, D, BLOCK):
         q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
         k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-        dq, dk_seen, dk, dtotal = _through_state(
+        dq, dk_seen, dk = _through_state(
             where, beta, states, steps, dstates, dsteps, dout, d0, DTYPE, BUILD
         )
         dq *= call.scale
@@ -89,7 +95,12 @@ def _chunk_gradients_kernel(call, remade, dstates, dsteps, dout, results, BUILD:
             dq, dk_seen, dk = dq * reached_v, dk_seen * reached_v, dk * left_v
             passed = sum_dot(_transposed_up_to(C, False), q * dq + k * dk_seen, BUILD)
             passed += sum_dot(_transposed_up_to(C, True), k * dk, BUILD)
-            passed += (dtotal * total_v)[None, :]
+            dims = d0 + tl.arange(0, BLOCK)
+            whole_v = tl.zeros((BLOCK,), tl.float32)
+            for part in range(0, SLICES):
+                ptrs = dtotal + (at * SLICES + part) * D + dims
+                whole_v += tl.load(ptrs, mask=dims < D, other=0.0)
+            passed += (whole_v * total_v)[None, :]
             dk += dk_seen
             diagonal = tl.sum(tl.where(i == j, dqk, 0.0), 1)[:, None]
             dq += diagonal * k
@@ -113,7 +124,6 @@ def _chunk_gradients_kernel(call, remade, dstates, dsteps, dout, results, BUILD:
                 )
                 from_start += tl.sum(q * dq + k * dk_seen, 1)
                 to_end += tl.sum(k * dk, 1)
-                whole += tl.sum(dtotal, 0) * total
             dk += dk_seen
             dq = dot(dqk, k, dq, DTYPE, BUILD)
             dk = dot(dqk_t, q, dk, DTYPE, BUILD)
@@ -133,7 +143,7 @@ def _chunk_gradients_kernel(call, remade, dstates, dsteps, dout, results, BUILD:
         # j < l, and in that of the whole chunk.
         earlier = tl.cumsum(between, 1) - between
         crossing = tl.where(i >= j, earlier + from_start[:, None], 0.0)
-        dg = tl.sum(crossing, 0) + tl.sum(tl.where(i < j, to_end[:, None], 0.0), 0) + whole
+        dg = tl.sum(crossing, 0) + tl.sum(tl.where(i < j, to_end[:, None], 0.0), 0) + whole * total
         store_numbers(dg_out, row, first, count, head, dg, C, BUILD)
 
 
@@ -190,8 +200,8 @@ def _through_state(
     where, beta, states, steps, dstates, dsteps, dout, d0, DTYPE: tl.constexpr,
     BUILD: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q and of the k that reads, of the k that writes, before their decays, and what
-    multiplies the whole chunk's decay, for dims from d0 on."""
+    """Gradients of q, of the k that reads and of the k that writes, before their decays, for dims
+    from d0 on."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     E: tl.constexpr = BUILD.value_dim
@@ -201,21 +211,21 @@ def _through_state(
     dq = tl.zeros((C, WIDTH), tl.float32)
     dk_seen = tl.zeros((C, WIDTH), tl.float32)
     dk = tl.zeros((C, WIDTH), tl.float32)
-    dtotal = tl.zeros((WIDTH,), tl.float32)
     for e0 in range(0, E, BLOCK):
         do = load_rows(dout, row, first, count, head, e0, C, BLOCK, E)
         state = load_block_transposed(states, at, d0, e0, WIDTH, BLOCK, D, E)
         dstate = load_block_transposed(dstates, at, d0, e0, WIDTH, BLOCK, D, E)
-        dq = dot(do, state, dq, DTYPE, BUILD)
+        d = load_block(steps, at, 0, e0, C, BLOCK, C, E)
+        high = narrow(state, DTYPE, BUILD)
+        dq = dot(do, high, dq, DTYPE, BUILD)
+        if BUILD.gate != NO_GATE and tl.float32 != DTYPE:
+            # A gate's gradient has no dim to average the rounding of the state over.
+            dq = dot(do, state - high.to(tl.float32), dq, DTYPE, BUILD)
         if BUILD.has_delta:
-            d = load_block(steps, at, 0, e0, C, BLOCK, C, E)
             y = load_block(dsteps, at, 0, e0, C, BLOCK, C, E).to(tl.float32)
-            dk_seen = dot(-y * beta[:, None], state, dk_seen, DTYPE, BUILD)
-        else:
-            d = load_block(steps, at, 0, e0, C, BLOCK, C, E)
+            dk_seen = dot(-y * beta[:, None], high, dk_seen, DTYPE, BUILD)
         dk = dot(d, dstate, dk, DTYPE, BUILD)
-        dtotal += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
-    return dq, dk_seen, dk, dtotal
+    return dq, dk_seen, dk
 
 
 @triton.jit

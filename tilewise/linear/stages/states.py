@@ -55,7 +55,7 @@ def _states_kernel(
         at = slot.to(tl.int64) * H + head
         before = narrow(state, DTYPE, BUILD)
         if states is not None:
-            store_block(states, at, 0, e0, before, FULL_D, BLOCK_E, D, E, BUILD)
+            store_block(states, at, 0, e0, state, FULL_D, BLOCK_E, D, E, BUILD)
         d = load_rows(call.v, row, first, count, head, e0, C, BLOCK_E, E).to(tl.float32)
         if BUILD.has_delta:
             d -= _read(call, prepared, before, at, row, first, count, qk_head, False, FULL_D, BUILD)

@@ -30,10 +30,11 @@ from .tiles import (
 
 @triton.jit
 def _states_bwd_kernel(
-    call, prepared, dout, dfinal, dinitial, dv, dstates, dsteps,
+    call, prepared, states, dout, dfinal, dinitial, dv, dstates, dsteps, dtotal,
     FULL_D: tl.constexpr, BLOCK_E: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
-    """dstates (dS') `[D, E]` and, of a delta rule, dsteps (y) `[C, E]`: by slot and head."""
+    """By slot and head: dstates (dS') `[D, E]`, dsteps (y of a delta rule) `[C, E]` and dtotal
+    `[slices, D or 1]`, the gradient of a whole chunk's decay."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     E: tl.constexpr = BUILD.value_dim
@@ -72,9 +73,15 @@ def _states_bwd_kernel(
         store_rows(dv, row, first, count, head, e0, dd, C, BLOCK_E, E, BUILD)
         if BUILD.gate == VECTOR_GATE:
             dims = tl.arange(0, FULL_D)
+            state = load_block(states, at, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
+            passed = tl.sum(state * dstate, 1)
+            tl.store(dtotal + (at * SLICES + e0 // BLOCK_E) * D + dims, passed, mask=dims < D)
             total = tl.load(prepared.total + at * D + dims, mask=dims < D, other=0.0)
             dstate *= total[:, None]
         if BUILD.gate == SCALAR_GATE:
+            state = load_block(states, at, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
+            passed = tl.sum(tl.sum(state * dstate, 1), 0)
+            tl.store(dtotal + at * SLICES + e0 // BLOCK_E, passed)
             dstate *= tl.load(prepared.total + at)
         do = do.to(tl.float32)
         dstate = _add_read(

@@ -70,6 +70,22 @@ def _number_ptrs(x, row, first, head, ROWS: tl.constexpr):
 
 
 @triton.jit
+def load_row(x, row, step, head, d0, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """`[WIDTH]` of one token, dims from d0; 0 past DIM."""
+    cols = d0 + tl.arange(0, WIDTH)
+    return tl.load(_row_base(x, row, step, head) + cols, mask=cols < DIM, other=0.0)
+
+
+@triton.jit
+def load_number(x, row, step, head):
+    """The number of one token, fp32."""
+    offset = tl.cast(row, tl.int64) * decode(x.stride_b) + tl.cast(step, tl.int64) * decode(
+        x.stride_m
+    )
+    return tl.load(x.ptr + offset + head * decode(x.stride_h)).to(tl.float32)
+
+
+@triton.jit
 def load_numbers(x, row, first, count, head, ROWS: tl.constexpr):
     """One number a token, `[ROWS]` fp32; 0 past `count`."""
     ptrs = _number_ptrs(x, row, first, head, ROWS)
