@@ -45,8 +45,8 @@ def linear_attention(
         backend: "auto", "triton", "tiled" (chunks in plain torch), "recurrent" (step by step),
             "reference" (fp64), "eager"; a named one never falls back.
     Returns: `(out, final_state)`: out as v, final_state as initial_state, both differentiable.
-    Raises: ValueError for arguments that do not fit. What gates hold is not checked: one above 0
-        lets the state grow, and it may leave the range of fp32.
+    Raises: ValueError for arguments that do not fit. What gates hold is not checked: those
+        above 0 let the state grow, within a chunk by e^80 at most, where exact is out of range.
     Cost: about `2 B M H (2 D E + C (D + E))` flops with chunks of C = 64, and the same again for
         the delta rule; linear in M. Backward, three times that. Saved for it: the inputs alone.
     Deterministic: forward and backward, always.

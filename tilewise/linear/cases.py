@@ -77,12 +77,12 @@ def cases(op: str, dtype: torch.dtype, device: torch.device) -> list[Case]:
     if name in _DELTA_OPS:
         recipes += _DELTA
     recipes += _MADE_GATES.get(name, ())
-    return [_draw(op, name, x, dtype, device, seed) for seed, x in enumerate(recipes)]
+    return [draw_case(op, x, dtype, device, seed) for seed, x in enumerate(recipes)]
 
 
-def _draw(
-    op: str, name: str, recipe: Recipe, dtype: torch.dtype, device: torch.device, seed: int
-) -> Case:
+def draw_case(op: str, recipe: Recipe, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
+    """One case of an op of the catalog, such as "linear.gla"."""
+    name = op.rpartition(".")[2]
     generator = torch.Generator().manual_seed(seed)
     wide = accumulator_of(dtype)
 

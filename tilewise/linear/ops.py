@@ -44,7 +44,9 @@ def _linear_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
         case name:
             from . import tiled
 
-            out, state = tiled.linear_tiled(inputs, _CHUNKS[name])
+            # What autocast is for has been done to q, k and v.
+            with torch.autocast(inputs.q.device.type, enabled=False):
+                out, state = tiled.linear_tiled(inputs, _CHUNKS[name])
     # An op's outputs may not be its inputs.
     return out, state.clone() if state is inputs.initial_state else state
 
@@ -66,8 +68,14 @@ def _recomputed(
     """Gradients of a form in plain torch, which is run again under autograd."""
     from . import tiled
 
-    leaves = inputs.map(lambda x: x.detach().requires_grad_())
-    with torch.enable_grad():
+    no_autocast = torch.autocast(inputs.q.device.type, enabled=False)
+    with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad(), no_autocast:
+        # Below a dispatch mode, such as a counter of flops, autograd is switched off.
+        for key in ("AutogradFunctionality", "ADInplaceOrView"):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(
+                getattr(torch._C.DispatchKey, key), False
+            )
+        leaves = inputs.map(lambda x: x.detach().requires_grad_())
         out, state = tiled.linear_tiled(leaves, _CHUNKS[name])
     asked = [x for x, want in zip(leaves.tensors, wanted, strict=True) if want and x is not None]
     results = [(x, dx) for x, dx in ((out, dout), (state, dstate)) if x.requires_grad]

@@ -24,6 +24,7 @@ from .inputs import Inputs
 
 # Within so many steps a vector of gates is applied pair by pair; between blocks, by a product.
 BLOCK = 16
+_LARGEST = 80.0
 
 
 def linear_tiled(inputs: Inputs, size: int) -> tuple[Tensor, Tensor]:
@@ -86,8 +87,8 @@ def _prepare(inputs: Inputs, chunks: Chunks, wide: torch.dtype) -> _Prepared:
         g = g.unsqueeze(-1)
     reached = left = None
     if g is not None:
-        reached = g.cumsum(-2).exp()
-        left = _sum_after(g).exp()
+        reached = _decay(g.cumsum(-2))
+        left = _decay(_sum_after(g))
     u, w = v, None
     if inputs.beta is not None:
         beta = cut(inputs.beta).unsqueeze(-1)
@@ -114,22 +115,27 @@ def pair_scores(a: Tensor, b: Tensor, g: Tensor | None) -> Tensor:
     if g is None:
         return (a @ b.transpose(-1, -2)).tril()
     if g.shape[-1] == 1:
-        return a @ b.transpose(-1, -2) * _sums_between(g).exp().squeeze(-1)
+        return a @ b.transpose(-1, -2) * _decay(_sums_between(g)).squeeze(-1)
     rows = []
     for start in range(0, a.shape[-2], BLOCK):
         stop = min(start + BLOCK, a.shape[-2])
         a_i, g_i, b_i = a[..., start:stop, :], g[..., start:stop, :], b[..., start:stop, :]
-        pairs = _sums_between(g_i).exp() * a_i.unsqueeze(-2) * b_i.unsqueeze(-3)
+        pairs = _decay(_sums_between(g_i)) * a_i.unsqueeze(-2) * b_i.unsqueeze(-3)
         row = [pairs.sum(-1), a.new_zeros(*a.shape[:-2], stop - start, a.shape[-2] - stop)]
         if start:
             # Through the block's first step: from it to row i, and to it from column j.
             after_first = torch.cat([torch.zeros_like(g_i[..., :1, :]), g_i[..., 1:, :]], -2)
-            a_i = a_i * after_first.cumsum(-2).exp()
+            a_i = a_i * _decay(after_first.cumsum(-2))
             to_first = _sum_after(g[..., : start + 1, :])[..., :start, :]
-            b_j = b[..., :start, :] * to_first.exp()
+            b_j = b[..., :start, :] * _decay(to_first)
             row.insert(0, a_i @ b_j.transpose(-1, -2))
         rows.append(torch.cat(row, -1))
     return torch.cat(rows, -2)
+
+
+def _decay(exponent: Tensor) -> Tensor:
+    """Growth stops short of inf, which would make NaN of a state of 0."""
+    return exponent.clamp(max=_LARGEST).exp()
 
 
 def _sums_between(g: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class LinearCall:
         C, D = CHUNK, self.D
         return Prepared(
             scores=self.buffer(C, C),
-            inverse=self.buffer(C, C) if delta else None,
+            inverse=self.buffer(C, C, dtype=wide) if delta else None,
             reached=self.buffer(C, dtype=wide) if scalar else None,
             left=self.buffer(C, dtype=wide) if scalar else None,
             total=self.buffer(D if vector else 1, dtype=wide) if scalar or vector else None,

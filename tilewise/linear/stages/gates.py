@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .structs import LOG2_E, LOWEST_LOG2
+from .structs import HIGHEST_LOG2, LOG2_E, LOWEST_LOG2
 from .tiles import load_numbers, load_rows, sum_dot
 
 
@@ -42,18 +42,23 @@ def up_to(CHUNK: tl.constexpr, BEFORE: tl.constexpr):
 
 
 @triton.jit
+def decay_of(exponent):
+    return tl.exp2(tl.minimum(exponent, HIGHEST_LOG2))
+
+
+@triton.jit
 def scalar_decays(g, CHUNK: tl.constexpr):
     """From the chunk's start to each step, from each step to the end, and over the whole chunk."""
     reached = tl.sum(up_to(CHUNK, False) * g[None, :], 1)
     left = tl.sum(up_to(CHUNK, True) * g[None, :], 1)
-    return tl.exp2(reached), tl.exp2(left), tl.exp2(tl.sum(g, 0))
+    return decay_of(reached), decay_of(left), decay_of(tl.sum(g, 0))
 
 
 @triton.jit
 def vector_decays(g, CHUNK: tl.constexpr, BUILD: tl.constexpr):
     reached = sum_dot(up_to(CHUNK, False), g, BUILD)
     left = sum_dot(up_to(CHUNK, True), g, BUILD)
-    return tl.exp2(reached), tl.exp2(left), tl.exp2(tl.sum(g, 0))
+    return decay_of(reached), decay_of(left), decay_of(tl.sum(g, 0))
 
 
 @triton.jit
@@ -62,10 +67,10 @@ def pair_decay(g, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
     row, col = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     if TRANSPOSED:
         sums = tl.cumsum(tl.where(col > row, g[None, :], 0.0), 1)
-        return tl.exp2(tl.where(row <= col, sums, float("-inf")))
+        return decay_of(tl.where(row <= col, sums, float("-inf")))
     else:
         sums = tl.cumsum(tl.where(row > col, g[:, None], 0.0), 0)
-        return tl.exp2(tl.where(row >= col, sums, float("-inf")))
+        return decay_of(tl.where(row >= col, sums, float("-inf")))
 
 
 @triton.jit

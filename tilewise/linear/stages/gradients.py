@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ...kernels.structs import decode
 from .gates import (
+    decay_of,
     load_scalar_gate,
     load_vector_gate,
     pair_decay,
@@ -237,7 +238,7 @@ def _descend(
     C: tl.constexpr = BUILD.chunk
     dq, dk, dr, passed = sums
     dqk, dqk_t, da, da_t = pairs
-    decay = tl.exp2(sum_dot(rung(SIZE, C, False), gate, BUILD))
+    decay = decay_of(sum_dot(rung(SIZE, C, False), gate, BUILD))
     q_here, k_here = narrow(q * decay, DTYPE, BUILD), narrow(k * decay, DTYPE, BUILD)
     lower, upper = rung_pairs(SIZE, C, False), rung_pairs(SIZE, C, True)
     dq_here = dot(tl.where(lower, dqk, 0.0), k_here, None, DTYPE, BUILD) * decay

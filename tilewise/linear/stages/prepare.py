@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ...kernels.structs import decode
 from .gates import (
+    decay_of,
     load_scalar_gate,
     load_vector_gate,
     pair_decay,
@@ -104,7 +105,7 @@ def _add_products(
 def _climb(qk, kk, q, k, g, SIZE: tl.constexpr, DTYPE: tl.constexpr, BUILD: tl.constexpr):
     """One rung: pairs of steps whose border is that of two blocks of SIZE."""
     C: tl.constexpr = BUILD.chunk
-    decay = tl.exp2(sum_dot(rung(SIZE, C, False), g, BUILD))
+    decay = decay_of(sum_dot(rung(SIZE, C, False), g, BUILD))
     pairs = rung_pairs(SIZE, C, False)
     # A loaded tile may be seen transposed; products may not (see `kernels/README.md`).
     k = narrow(k * decay, DTYPE, BUILD)

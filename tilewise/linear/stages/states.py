@@ -17,6 +17,7 @@ from ...kernels.structs import decode
 from .structs import SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slot
 from .tiles import (
     dot,
+    fine_dot,
     load_block,
     load_block_transposed,
     load_columns,
@@ -62,7 +63,7 @@ def _states_kernel(
             if errors is not None:
                 store_block(errors, at, 0, e0, d, C, BLOCK_E, C, E, BUILD)
             d *= load_numbers(call.beta, row, first, count, head, C)[:, None]
-            d = dot(load_block(prepared.inverse, at, 0, 0, C, C, C, C), d, None, DTYPE, BUILD)
+            d = fine_dot(load_block(prepared.inverse, at, 0, 0, C, C, C, C), d, BUILD)
         if steps is not None:
             store_block(steps, at, 0, e0, d, C, BLOCK_E, C, E, BUILD)
         if out.ptr is not None:

@@ -13,6 +13,8 @@ NO_GATE, SCALAR_GATE, VECTOR_GATE = tl.constexpr(0), tl.constexpr(1), tl.constex
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Below this a decay is 0 in fp32, and -inf would make NaN of a weight of 0.
 LOWEST_LOG2 = tl.constexpr(-1e4)
+# Growth stops short of inf (e^80), which would make NaN of a state of 0.
+HIGHEST_LOG2 = tl.constexpr(115.4)
 
 
 class Place(NamedTuple):
@@ -48,7 +50,7 @@ class Prepared(NamedTuple):
     """What each chunk's preparation leaves, by slot and head; None where an op has none.
 
     scores `[C, C]`: of q and k, with scale and decay. inverse `[C, C]`: (I + A)^-1 of the delta
-    rule. reached, left: decays from a chunk's start and to its end, `[C]`. total: over it, `[1]` or
+    rule, fp32, since what it is off by grows from step to step. reached, left: decays from a chunk's start and to its end, `[C]`. total: over it, `[1]` or
     `[D]`. q, seen, k `[C, D]`: with a vector gate, q with scale and k decayed from the start, and k
     decayed to the end.
     """
