@@ -34,7 +34,7 @@ class Recipe:
 
 _ALL = (
     Recipe("one step", (3, 1, 4, 2, 16, 16), has_state=True),
-    Recipe("three chunks, D 20, E 12", (1, 129, 2, 1, 20, 12)),
+    Recipe("three chunks", (1, 129, 2, 1, 16, 16)),
     Recipe("D 60, E 100, heads first, scale 1", (1, 35, 1, 1, 60, 100),
            layout="heads first", options={"scale": 1.0}),
     Recipe("packed, one empty", (5, 80, 4, 2, 16, 16), has_state=True, is_packed=True),

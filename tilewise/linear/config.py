@@ -47,6 +47,8 @@ def stage_config(key: Key) -> StageConfig:
     block_d, block_e = (min(64, power_of_two(x)) for x in (key.D, key.E))
     if key.dtype == torch.float32:
         block_d, block_e = min(32, block_d), min(32, block_e)
+    if key.gate == 2:
+        block_d = min(32, block_d)
     full = power_of_two(key.D)
     # As many slices as keep the GPU's multiprocessors busy, of as many columns as registers hold.
     widest = 16 if full > 128 or key.dtype == torch.float32 else 32
@@ -58,7 +60,7 @@ def stage_config(key: Key) -> StageConfig:
         block_d,
         block_e,
         Config(64, 64, 4, 1),
-        Config(64, 64, 4, 1),
+        Config(64, 64, 8, 1),
         slice_e,
         Config(64, slice_e, warps, 2),
     )

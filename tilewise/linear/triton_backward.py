@@ -29,8 +29,7 @@ def linear_bwd(
         width = call.D if call.gate == 2 else 1
         dtotal = call.buffer(call.n_slices, width, dtype=torch.float32)
     dv = call.rows_like(inputs.v)
-    has_state = inputs.initial_state is not None
-    dinitial = call.new_state() if has_state and wanted[5] else None
+    dinitial = call.new_state()
     upstream = call.operand(dout)
     call.launch_states(
         _states_bwd_kernel, call.call, remade.prepared, remade.states, upstream,

@@ -94,9 +94,9 @@ class LinearCall:
         return Operand(x, code(batch), code(x.stride(-2)), code(x.stride(-1)))
 
     @property
-    def initial(self) -> Tensor | None:
-        state = self.inputs.initial_state
-        return None if state is None else state.contiguous()
+    def initial(self) -> Tensor:
+        """Zeros where none is given: one binary serves both."""
+        return self.inputs.state_or_zeros().contiguous()
 
     def new_state(self) -> Tensor:
         return torch.empty(self.inputs.state_shape, dtype=torch.float32, device=self.device)

@@ -74,9 +74,9 @@ def pair_decay(g, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def rung(SIZE: tl.constexpr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """`[i, l]` of one rung of the ladder: which gates stand between step i and the border that
-    blocks 2n and 2n + 1 of SIZE steps share; or `[l, i]`.
+def rung(n, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """`[i, l]` of the n-th rung of the ladder: which gates stand between step i and the border that
+    two neighbouring blocks of 2^n steps share; or `[l, i]`.
 
     The border is the first step of the second block: its gates after that, up to i, and the first
     block's after i, up to that. What passes between the two is the product of both.
@@ -85,18 +85,23 @@ def rung(SIZE: tl.constexpr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
         i, step = tl.arange(0, CHUNK)[None, :], tl.arange(0, CHUNK)[:, None]
     else:
         i, step = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    border = (i // (2 * SIZE)) * (2 * SIZE) + SIZE
-    is_second = i >= border
-    between = tl.where(is_second, (step > border) & (step <= i), (step > i) & (step <= border))
-    return between.to(tl.float32)
+    border = (((i >> n) | 1) << n).to(tl.int32)
+    low, high = tl.minimum(i, border), tl.maximum(i, border)
+    return ((step > low) & (step <= high)).to(tl.float32)
 
 
 @triton.jit
-def rung_pairs(SIZE: tl.constexpr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """`[i, j]` bool: i in a second block of SIZE steps, j in the first of the same two."""
+def rung_pairs(n, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """`[i, j]` bool: i in a second block of 2^n steps, j in the first of the two; or `[j, i]`."""
     if TRANSPOSED:
         i, j = tl.arange(0, CHUNK)[None, :], tl.arange(0, CHUNK)[:, None]
     else:
         i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    is_pair = (i // (2 * SIZE)) == (j // (2 * SIZE))
-    return is_pair & ((i // SIZE) % 2 == 1) & ((j // SIZE) % 2 == 0)
+    # The blocks' numbers differ in the last bit alone, and j's is 0.
+    return (((i >> n) ^ (j >> n)) == 1) & (j < i)
+
+
+@triton.constexpr_function
+def rungs(chunk):
+    """How many there are: blocks of 1, 2, 4, ... steps up to half a chunk."""
+    return chunk.bit_length() - 1

@@ -22,6 +22,7 @@ from .gates import (
     pair_decay,
     rung,
     rung_pairs,
+    rungs,
     scalar_decays,
     vector_decays,
 )
@@ -82,6 +83,11 @@ def _chunk_gradients_kernel(
             if BUILD.has_delta:
                 between += da * beta[:, None] * dot(k, columns, None, DTYPE, BUILD)
     reached, left, total = scalar_decays(g, C)
+    diagonal = tl.sum(tl.where(i == j, dqk, 0.0), 1)[:, None]
+    # As products take them: four of these in fp32 would fill the registers.
+    dqk, dqk_t = narrow(dqk, DTYPE, BUILD), narrow(dqk_t, DTYPE, BUILD)
+    da, da_t = narrow(da, DTYPE, BUILD), narrow(da_t * beta[None, :], DTYPE, BUILD)
+    pairs = (dqk, dqk_t, da, da_t)
     for d0 in range(0, D, BLOCK):
         q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
         k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
@@ -103,18 +109,13 @@ def _chunk_gradients_kernel(
                 whole_v += tl.load(ptrs, mask=dims < D, other=0.0)
             passed += (whole_v * total_v)[None, :]
             dk += dk_seen
-            diagonal = tl.sum(tl.where(i == j, dqk, 0.0), 1)[:, None]
             dq += diagonal * k
             dk += diagonal * q
             dr = tl.zeros((C, BLOCK), tl.float32)
-            sums = (dq, dk, dr, passed)
-            sums = _descend(sums, pairs, q, k, gate, beta, 1, DTYPE, BUILD)
-            sums = _descend(sums, pairs, q, k, gate, beta, 2, DTYPE, BUILD)
-            sums = _descend(sums, pairs, q, k, gate, beta, 4, DTYPE, BUILD)
-            sums = _descend(sums, pairs, q, k, gate, beta, 8, DTYPE, BUILD)
-            sums = _descend(sums, pairs, q, k, gate, beta, 16, DTYPE, BUILD)
-            sums = _descend(sums, pairs, q, k, gate, beta, 32, DTYPE, BUILD)
-            dq, dk, dr, passed = sums
+            for n in range(0, rungs(C)):
+                dq, dk, dr, passed = _descend(
+                    dq, dk, dr, passed, pairs, q, k, gate, beta, n, DTYPE, BUILD
+                )
             store_rows(dg_out, row, first, count, head, d0, passed, C, BLOCK, D, BUILD)
         else:
             if BUILD.gate == SCALAR_GATE:
@@ -131,7 +132,7 @@ def _chunk_gradients_kernel(
             dr = tl.zeros((C, BLOCK), tl.float32)
             if BUILD.has_delta:
                 dr = dot(da, k, None, DTYPE, BUILD)
-                dk = dot(da_t * beta[None, :], k, dk, DTYPE, BUILD)
+                dk = dot(da_t, k, dk, DTYPE, BUILD)
         if BUILD.has_delta:
             dbeta += tl.sum(dr * k, 1)
             dk += dr * beta[:, None]
@@ -231,26 +232,24 @@ def _through_state(
 
 @triton.jit
 def _descend(
-    sums, pairs, q, k, gate, beta, SIZE: tl.constexpr, DTYPE: tl.constexpr, BUILD: tl.constexpr
+    dq, dk, dr, passed, pairs, q, k, gate, beta, n, DTYPE: tl.constexpr, BUILD: tl.constexpr
 ):
     """One rung of the ladder: its pairs' shares in dq, dk, dr (of k in A's rows, before beta) and
-    the gate."""
+    the gate. Of pairs the last, of A's columns, has beta."""
     C: tl.constexpr = BUILD.chunk
-    dq, dk, dr, passed = sums
     dqk, dqk_t, da, da_t = pairs
-    decay = decay_of(sum_dot(rung(SIZE, C, False), gate, BUILD))
+    decay = decay_of(sum_dot(rung(n, C, False), gate, BUILD))
     q_here, k_here = narrow(q * decay, DTYPE, BUILD), narrow(k * decay, DTYPE, BUILD)
-    lower, upper = rung_pairs(SIZE, C, False), rung_pairs(SIZE, C, True)
+    lower, upper = rung_pairs(n, C, False), rung_pairs(n, C, True)
     dq_here = dot(tl.where(lower, dqk, 0.0), k_here, None, DTYPE, BUILD) * decay
     dk_here = dot(tl.where(upper, dqk_t, 0.0), q_here, None, DTYPE, BUILD)
     product = q * dq_here
     if BUILD.has_delta:
         dr_here = dot(tl.where(lower, da, 0.0), k_here, None, DTYPE, BUILD) * decay
         product += k * dr_here * beta[:, None]
-        columns = tl.where(upper, da_t * beta[None, :], 0.0)
-        dk_here = dot(columns, k_here, dk_here, DTYPE, BUILD)
+        dk_here = dot(tl.where(upper, da_t, 0.0), k_here, dk_here, DTYPE, BUILD)
         dr += dr_here
     dk_here *= decay
     product += k * dk_here
-    passed += sum_dot(rung(SIZE, C, True), product, BUILD)
+    passed += sum_dot(rung(n, C, True), product, BUILD)
     return dq + dq_here, dk + dk_here, dr, passed

@@ -20,6 +20,7 @@ from .gates import (
     pair_decay,
     rung,
     rung_pairs,
+    rungs,
     scalar_decays,
     vector_decays,
 )
@@ -90,23 +91,18 @@ def _add_products(
         q, k = q.to(tl.float32), k.to(tl.float32)
         i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
         qk += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
-        qk, kk = _climb(qk, kk, q, k, g, 1, DTYPE, BUILD)
-        qk, kk = _climb(qk, kk, q, k, g, 2, DTYPE, BUILD)
-        qk, kk = _climb(qk, kk, q, k, g, 4, DTYPE, BUILD)
-        qk, kk = _climb(qk, kk, q, k, g, 8, DTYPE, BUILD)
-        if C > 16:
-            qk, kk = _climb(qk, kk, q, k, g, 16, DTYPE, BUILD)
-        if C > 32:
-            qk, kk = _climb(qk, kk, q, k, g, 32, DTYPE, BUILD)
+        # A loop, not unrolled: six times the code would take minutes to compile.
+        for n in range(0, rungs(C)):
+            qk, kk = _climb(qk, kk, q, k, g, n, DTYPE, BUILD)
     return qk, kk
 
 
 @triton.jit
-def _climb(qk, kk, q, k, g, SIZE: tl.constexpr, DTYPE: tl.constexpr, BUILD: tl.constexpr):
-    """One rung: pairs of steps whose border is that of two blocks of SIZE."""
+def _climb(qk, kk, q, k, g, n, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+    """One rung: pairs of steps whose border is that of two blocks of 2^n."""
     C: tl.constexpr = BUILD.chunk
-    decay = decay_of(sum_dot(rung(SIZE, C, False), g, BUILD))
-    pairs = rung_pairs(SIZE, C, False)
+    decay = decay_of(sum_dot(rung(n, C, False), g, BUILD))
+    pairs = rung_pairs(n, C, False)
     # A loaded tile may be seen transposed; products may not (see `kernels/README.md`).
     k = narrow(k * decay, DTYPE, BUILD)
     qk += tl.where(pairs, dot(q * decay, tl.trans(k), None, DTYPE, BUILD), 0.0)

@@ -22,9 +22,9 @@ def invert_unit_lower(a, CHUNK: tl.constexpr, BUILD: tl.constexpr):
     """(I + a)^-1 for a strictly lower `[C, C]`."""
     x = _invert_blocks(a, CHUNK)
     if CHUNK > 16:
-        x = _double(x, a, 16, CHUNK, BUILD)
+        x = _double(x, a, 4, CHUNK, BUILD)
     if CHUNK > 32:
-        x = _double(x, a, 32, CHUNK, BUILD)
+        x = _double(x, a, 5, CHUNK, BUILD)
     return x
 
 
@@ -51,7 +51,7 @@ def _invert_blocks(a, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _double(x, a, SIZE: tl.constexpr, CHUNK: tl.constexpr, BUILD: tl.constexpr):
-    """The inverse of diagonal blocks of 2 SIZE from that of blocks of SIZE."""
-    c = tl.where(rung_pairs(SIZE, CHUNK, False), a, 0.0)
+def _double(x, a, N: tl.constexpr, CHUNK: tl.constexpr, BUILD: tl.constexpr):
+    """The inverse of diagonal blocks of 2^(N + 1) from that of blocks of 2^N."""
+    c = tl.where(rung_pairs(N, CHUNK, False), a, 0.0)
     return x - fine_dot(x, fine_dot(c, x, BUILD), BUILD)

@@ -48,9 +48,7 @@ def _states_kernel(
     sequence = pid // SLICES // H
     qk_head = head // decode(call.place.group)
     index = (sequence * H + head).to(tl.int64)
-    state = tl.zeros((FULL_D, BLOCK_E), tl.float32)
-    if initial is not None:
-        state = load_block(initial, index, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
+    state = load_block(initial, index, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
     for n in range(0, count_chunks(call.place, sequence)):
         slot, row, first, count = locate_slot(call.place, sequence, n, C)
         at = slot.to(tl.int64) * H + head

@@ -92,8 +92,7 @@ def _states_bwd_kernel(
             dstate = _add_read(
                 call, prepared, dstate, -dd, at, row, first, count, qk_head, False, FULL_D, BUILD
             )
-    if dinitial is not None:
-        store_block(dinitial, index, 0, e0, dstate, FULL_D, BLOCK_E, D, E, BUILD)
+    store_block(dinitial, index, 0, e0, dstate, FULL_D, BLOCK_E, D, E, BUILD)
 
 
 @triton.jit
