@@ -108,7 +108,8 @@ def test_c185_a_gate_of_zero_is_the_delta_rule(length: int) -> None:
     for zero in (torch.zeros(1, length, 2), -torch.zeros(1, length, 2)):
         gated = gated_delta_rule(*x, g=zero, beta=beta)
         for got, expected in zip(gated, plain, strict=True):
-            assert torch.equal(got, expected)
+            wide = expected.double()
+            assert_within_budget(got, wide, wide, floor=1e-6 * float(wide.abs().max()))
     # Zeros among others.
     g = torch.where(torch.rand(1, length, 2) > 0.5, 0.0, -3.0)
     check(gated_delta_rule, {**dict(zip("qkv", x, strict=True)), "g": g, "beta": beta})

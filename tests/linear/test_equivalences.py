@@ -47,7 +47,8 @@ def draw(
 
 def run(op: str, x: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
     rest = {name: t for name, t in x.items() if name not in ("q", "k", "v")}
-    return OPS[op](x["q"], x["k"], x["v"], **rest, **options)
+    rest = {**rest, **options}
+    return OPS[op](x["q"], x["k"], x["v"], **rest)
 
 
 def gradients(
