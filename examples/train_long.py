@@ -121,12 +121,12 @@ def train(text: Tensor, settings: Settings, group: Any = None, device: str = "cp
     model = Model(settings, where).to(device, settings.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate)
     positions = layout.positions(rank, device)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     losses = []
     for _ in range(settings.steps):
         # Alike on every rank; each label is the next byte, wherever that is held.
         starts = torch.randint(
-            text.numel() - settings.length - 1, (settings.batch,), generator=generator
+            text.numel() - settings.length - 1, (settings.batch,), generator=generator, device="cpu"
         )
         rows = torch.stack([text[s : s + settings.length + 1] for s in starts.tolist()])
         rows = rows.to(device, torch.int64)

@@ -2,9 +2,10 @@
 
 `make gpu-test` runs `tilewise verify --all` (a process for each op and dtype), and the contract,
 the cases, the drop-in, tests/kernels, tests/gpu and the pieces of rings on several workers, all at
-once on one GPU. If everything passes it writes benchmarks/results/gpu-verify.json with the hash of
-the kernel sources, which CI holds against the sources it tests: a kernel that changed since must
-run again, or stand in benchmarks/results/UNVERIFIED.md with the reason.
+once on one GPU. For each area (dense attention, caches, linear attention) of which all passes it
+writes to benchmarks/results/gpu-verify.json the hashes of the kernel sources, which CI holds
+against the sources it tests: a kernel that changed since must run again (`--areas` runs some), or
+stand in benchmarks/results/UNVERIFIED.md with the reason.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -38,6 +40,8 @@ SUITES = (
     "tests/kernels",
     "tests/gpu",
     "tests/parallel/test_loopback.py",
+    "tests/decode",
+    "tests/linear",
 )
 # What runs on a GPU or says how: one place for the tool and for CI.
 KERNELS = (
@@ -49,32 +53,61 @@ KERNELS = (
     "tilewise/*/warm.py",
     "tilewise/core/band.py",
 )
+# Areas with kernels of their own, by the word that is in the names of their folders, tests and ops.
+# All else is of the first.
+AREAS = ("dense", "decode", "linear")
+# Verifications at a time: each is a process, busy with compiling.
+_VERIFIERS = max(2, (os.cpu_count() or 2) * 3 // 8)
+# Of KERNELS what every area is made of.
+SHARED = "tilewise/kernels/*"
 # Beside torch and Triton.
 NEEDED = ("pytest", "xdist", "hypothesis")
 
 
-def hash_sources(root: Path) -> dict[str, str]:
-    """The sha256 of every kernel source by its path, and of all of them as "all".
+def area_of(name: str) -> str:
+    """Of a kernel's path, a test's name or the dotted name of an op's function."""
+    words = re.split(r"[\W_]+", name.partition("[")[0])
+    return next((word for word in words if word in AREAS[1:]), AREAS[0])
+
+
+def hash_sources(root: Path, area: str) -> dict[str, str]:
+    """The sha256 of every kernel source of an area by its path, of those that all share too, and of
+    all of them as "all". Nothing where the area has no kernel of its own.
 
     Line endings are those of the checkout and do not count.
     """
-    found = {}
+    found, has_own = {}, False
     for path in sorted({path for pattern in KERNELS for path in root.glob(pattern)}):
+        name = path.relative_to(root).as_posix()
+        is_shared = fnmatch.fnmatchcase(name, SHARED)
+        if not is_shared and area_of(name) != area:
+            continue
+        has_own = has_own or not is_shared
         text = path.read_bytes().replace(b"\r\n", b"\n")
-        found[path.relative_to(root).as_posix()] = hashlib.sha256(text).hexdigest()
+        found[name] = hashlib.sha256(text).hexdigest()
+    if not has_own:
+        return {}
     whole = "".join(f"{name} {digest}\n" for name, digest in found.items())
     return {**found, "all": hashlib.sha256(whole.encode()).hexdigest()}
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """What is recorded, by area."""
+    if not path.exists():
+        return {}
+    areas: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["areas"]
+    return areas
+
+
 def find_unverified(root: Path) -> list[str]:
     """Kernel sources that are not as they were when the GPU suite passed, gone ones included."""
-    record, here = root / RECORD, hash_sources(root)
-    stored = json.loads(record.read_text(encoding="utf-8"))["sources"] if record.exists() else {}
-    if stored.get("all") == here.pop("all"):
-        return []
-    stored.pop("all", None)
-    names = sorted(stored.keys() | here.keys())
-    return [name for name in names if stored.get(name) != here.get(name)]
+    record, changed = read_record(root / RECORD), set()
+    for area in AREAS:
+        stored = record.get(area, {}).get("sources", {})
+        here = hash_sources(root, area)
+        names = (stored.keys() | here.keys()) - {"all"}
+        changed |= {name for name in names if stored.get(name) != here.get(name)}
+    return sorted(changed)
 
 
 def read_excuses(root: Path) -> dict[str, str]:
@@ -120,12 +153,14 @@ class Tests:
         return sorted(passed - failed)
 
 
-def read_tests(report: Path) -> Tests:
-    """Of a report that is not there, since pytest ended before, nothing."""
+def read_tests(report: Path, area: str | None = None) -> Tests:
+    """Of an area, or all. Of a report that is not there, since pytest ended before, nothing."""
     found = Tests()
     cases = ET.parse(report).iter("testcase") if report.exists() else ()
     for case in cases:
         name = f"{case.get('classname', '')}::{case.get('name', '')}"
+        if area is not None and area_of(name) != area:
+            continue
         found.calls += sum(
             int(x.get("value", "0")) for x in case.iter("property") if x.get("name") == "calls"
         )
@@ -161,23 +196,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         (logs / name).unlink(missing_ok=True)
     # Written as they come, so that they outlive a run that is cut short.
     os.environ["TILEWISE_FAILURES"] = str(logs / "failures.txt")
-    start, sources = time.monotonic(), hash_sources(ROOT)
-    runs = _start_verifying(logs)
-    try:
-        code = subprocess.run(_pytest(arguments.workers, logs), cwd=ROOT, check=False).returncode
-        verified = [_finish_verifying(op, process, logs) for op, process in runs.items()]
-    finally:
-        for process in runs.values():
-            process.kill()
+    start, sources = time.monotonic(), {area: hash_sources(ROOT, area) for area in AREAS}
+    areas = [area for area in arguments.areas if sources[area]]
+    with ThreadPoolExecutor(_VERIFIERS) as pool:
+        runs = _start_verifying(areas, logs, pool)
+        command = _pytest(areas, arguments.workers, logs)
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        verified = {area: [run.result() for run in some] for area, some in runs.items()}
     seconds = time.monotonic() - start
     tests = read_tests(logs / "tests.xml")
     print(f"{len(tests.passed)} passed, {len(tests.failed)} failed, {seconds:.0f} s in all.")
-    failure = describe_failure(code, tests, verified)
-    if failure:
-        print(f"{failure}: {output} is not written. Logs: {logs}.")
-        return 1
-    record = describe_machine(arguments.commit) | {
-        "seconds": round(seconds),
+    # That tests failed is said of the areas that they are of; anything else is of all.
+    code = 0 if code == 1 and tests.failed else code
+    machine = describe_machine(arguments.commit) | {"seconds": round(seconds)}
+    record = read_record(output)
+    problems = 0
+    for area in areas:
+        of_area = read_tests(logs / "tests.xml", area)
+        failure = describe_failure(code, of_area, verified[area])
+        print(f"{area}: {failure or 'everything passed'}.")
+        problems += bool(failure)
+        if not failure:
+            record[area] = machine | describe_run(of_area, verified[area], sources[area])
+    if len(areas) > problems:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({"areas": record}, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(areas) - problems} of {len(areas)} areas written to {output}. Logs: {logs}.")
+    return 1 if problems else 0
+
+
+def describe_run(
+    tests: Tests, verified: Sequence[dict[str, Any] | None], sources: dict[str, str]
+) -> dict[str, Any]:
+    """What an area's record says of a run in which all of it passed."""
+    return {
         "verify": {
             name: sum(found[name] for found in verified if found)
             for name in ("rows", "within_budget")
@@ -188,10 +240,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "hash": sources["all"],
         "sources": sources,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"Everything passed; written to {output}.")
-    return 0
 
 
 def describe_failure(code: int, tests: Tests, verified: Sequence[dict[str, Any] | None]) -> str:
@@ -207,11 +255,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", default=str(ROOT / RECORD), help="default: %(default)s")
     parser.add_argument("--logs", default=str(ROOT / "build" / "gpu-test"), help="a folder")
+    parser.add_argument("--areas", type=_read_areas, default=AREAS, help="some of %(default)s")
     parser.add_argument("--commit", help="where the checkout is a copy without git")
-    # The processes that verify have a core each.
-    workers = max(2, min(12, (os.cpu_count() or 2) - 4))
+    workers = max(2, min(24, (os.cpu_count() or 2) * 3 // 4))
     parser.add_argument("--workers", type=int, default=workers, help="of pytest, on one GPU")
     return parser.parse_args(argv)
+
+
+def _read_areas(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in AREAS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(AREAS)}")
+    return names
 
 
 def _describe_missing() -> str:
@@ -230,44 +286,58 @@ def _is_installed(module: str) -> bool:
     return find_spec(module) is not None
 
 
-def _pytest(workers: int, logs: Path) -> list[str]:
+def _pytest(areas: Sequence[str], workers: int, logs: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short"]
     # A plugin that may be installed there and warns under xdist.
     command += ["-p", "no:benchmark", "-n", str(workers), "--dist", "worksteal"]
     command += ["--durations=20", f"--junitxml={logs / 'tests.xml'}", "--device", DEVICE]
-    return [*command, *SUITES]
+    return [*command, *find_tests(ROOT, areas)]
 
 
-def _start_verifying(logs: Path) -> dict[str, subprocess.Popen[bytes]]:
+def find_tests(root: Path, areas: Sequence[str]) -> list[str]:
+    """The test files of some areas."""
+    paths = [
+        path
+        for suite in SUITES
+        for path in ([root / suite] if suite.endswith(".py") else (root / suite).rglob("test_*.py"))
+    ]
+    names = sorted(path.relative_to(root).as_posix() for path in paths if path.exists())
+    return [name for name in names if area_of(name) in areas]
+
+
+def _start_verifying(
+    areas: Sequence[str], logs: Path, pool: ThreadPoolExecutor
+) -> dict[str, list[Future[dict[str, Any] | None]]]:
     """`tilewise verify --all` is every op in every dtype; here each in a process of its own."""
     from tilewise.catalog import OPS
     from tilewise.cli.options import DTYPES
 
-    found = {}
-    for op in OPS:
-        for dtype in DTYPES:
-            name = f"{op.name}-{dtype}"
-            command = [sys.executable, "-m", "tilewise.cli", "verify", op.name, "--dtype", dtype]
-            with (logs / f"{name}.json").open("wb") as out, (logs / f"{name}.log").open("wb") as e:
-                found[name] = subprocess.Popen(
-                    [*command, "--device", DEVICE, "--json"], cwd=ROOT, stdout=out, stderr=e
-                )
-    return found
+    return {
+        area: [
+            pool.submit(_verify, op.name, dtype, logs)
+            for op in OPS
+            if area_of(op.run) == area
+            for dtype in DTYPES
+        ]
+        for area in areas
+    }
 
 
-def _finish_verifying(
-    op: str, process: subprocess.Popen[bytes], logs: Path
-) -> dict[str, Any] | None:
+def _verify(op: str, dtype: str, logs: Path) -> dict[str, Any] | None:
     """What one process found, or None if anything failed, which is then printed."""
-    code = process.wait()
-    text = (logs / f"{op}.json").read_text(encoding="utf-8")
+    name = f"{op}-{dtype}"
+    command = [sys.executable, "-m", "tilewise.cli", "verify", op, "--dtype", dtype]
+    command += ["--device", DEVICE, "--json"]
+    with (logs / f"{name}.json").open("wb") as out, (logs / f"{name}.log").open("wb") as errors:
+        code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=errors, check=False).returncode
+    text = (logs / f"{name}.json").read_text(encoding="utf-8")
     if not text:
-        print(f"verify {op} ended with {code}:")
-        print((logs / f"{op}.log").read_text(encoding="utf-8")[-2000:])
+        print(f"verify {name} ended with {code}:")
+        print((logs / f"{name}.log").read_text(encoding="utf-8")[-2000:])
         return None
     found: dict[str, Any] = json.loads(text)
     print(
-        f"verify {op}: {found['within_budget']} of {found['rows']} within budget, "
+        f"verify {name}: {found['within_budget']} of {found['rows']} within budget, "
         f"{found['seconds']:.0f} s"
     )
     for failure in found["failures"][:10]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import tilewise as tw
+from tilewise.dense.api import attention_partial_backward
 
 M, N = 256, 320
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -96,3 +97,54 @@ HOPPER_VARIANTS = [
     _variant("packed fp32 partial", 128, op=tw.attention_varlen_partial, out_dtype=_FP32,
              **_PACKED),
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BackwardVariant:
+    """spills: the most bytes a thread, of Triton 3.6 and of later ones."""
+
+    name: str
+    call: Callable[[], Any]
+    spills: tuple[int, int]
+
+
+def _backward(
+    name: str, D: int, spills: tuple[int, int], *, dtype: torch.dtype = _BF16, E: int | None = None,
+    G: int = 4, op: Callable[..., Any] = tw.attention, **options: Any,
+) -> BackwardVariant:  # fmt: skip
+    def call() -> Any:
+        batch = () if "cu_seqlens_q" in options else (2,)
+        shapes = ((M, 4, D), (N, G, D), (N, G, E or D))
+        tensors = (torch.zeros(*batch, *shape, dtype=dtype) for shape in shapes)
+        op(*(x.requires_grad_() for x in tensors), backend="hopper", **options).sum().backward()
+
+    return BackwardVariant(name, call, spills)
+
+
+def _into_buffers(D: int) -> Callable[[], Any]:
+    def call() -> None:
+        q, k, v = (torch.zeros(2, n, 4, D, dtype=_BF16) for n in (M, N, N))
+        statistics = (torch.zeros(2, 4, M) for _ in range(2))
+        buffers = {
+            f"d{name}": torch.zeros(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)
+        }
+        attention_partial_backward(q, q, k, v, *statistics, **buffers, backend="hopper")
+
+    return call
+
+
+# What is spilled is of the program's beginning and end, and two words that a block reads again.
+BACKWARD_VARIANTS = [
+    _backward("D 64", 64, (8, 16)),
+    _backward("D 128", 128, (88, 144)),
+    _backward("causal D 64", 64, (8, 16), mask=tw.causal()),
+    _backward("causal D 128, GQA", 128, (88, 144), G=1, mask=tw.causal()),
+    _backward("fp16 D 128", 128, (88, 144), dtype=_FP16),
+    _backward("D 128, E 64", 128, (24, 104), E=64),
+    _backward("padding D 128", 128, (56, 144), mask=_PADDED["mask"]),
+    _backward("packed D 64", 64, (0, 24), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    _backward("packed D 128", 128, (32, 144), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    BackwardVariant("into fp32 buffers D 64", _into_buffers(64), (8, 40)),
+    BackwardVariant("into fp32 buffers D 128", _into_buffers(128), (104, 160)),
+    _backward("documents", 128, (40, 144), mask=tw.window(30, 0) & tw.documents(_LENGTHS)),
+]

@@ -1,12 +1,12 @@
-"""The hopper forward compiles for its GPU, fits, and waits for products only where it says so."""
+"""The hopper kernels compile for their GPU, fit, and wait for products only where they say so."""
 
 import pytest
 import triton
 
-from tests.compile.hopper_variants import HOPPER_VARIANTS
+from tests.compile.hopper_variants import BACKWARD_VARIANTS, HOPPER_VARIANTS
 from tests.compile.offline import TARGETS, compile_call
 
-FORWARD = "attention_fwd_hopper"
+FORWARD, BACKWARD = "attention_fwd_hopper", "attention_bwd_hopper"
 # Of a consumer: the first block and the last values; two in a loop with a test, three in one
 # without (the way that raises a reference is one).
 WAITS, WAITS_OF_A_THIRD_LOOP = 7, 2
@@ -33,3 +33,27 @@ def test_the_forward_compiles_and_fits(variant, record_property):
     each = WAITS + (WAITS_OF_A_THIRD_LOOP if variant.has_start else 0)
     assert forward.waits == variant.n_consumers * each
     assert forward.spills <= variant.spills[triton.__version__ != "3.6.0"]
+
+
+# Of a consumer: the first S, four in the loop, and the last dK and dV.
+WAITS_OF_BACKWARD = 6
+
+
+@pytest.mark.parametrize("variant", BACKWARD_VARIANTS, ids=lambda variant: variant.name)
+def test_the_backward_compiles_and_fits(variant, record_property):
+    found = [x for x in compile_call(variant.call, "sm_90") if "_bwd_" in x.name]
+    rows = [
+        (
+            f"hopper {variant.name}", "sm_90", x.name.removeprefix("attention_"), x.registers,
+            x.spills, round(x.shared_bytes / 1024, 1), x.mma,
+        )
+        for x in found
+    ]  # fmt: skip
+    record_property("compiled", rows)
+    prepare, backward, finish = found
+    assert prepare.spills == finish.spills == 0
+    assert backward.name == BACKWARD and backward.mma == "HGMMA"
+    assert backward.shared_bytes <= TARGETS["sm_90"].shared_kib * 1024
+    assert backward.registers == REGISTERS[2]
+    assert backward.waits == 2 * WAITS_OF_BACKWARD
+    assert backward.spills <= variant.spills[triton.__version__ != "3.6.0"]

@@ -1,20 +1,24 @@
-"""Compile what the hopper tests need, several at once: `python -m tests.gpu.hopper_variants NAME`.
+"""Compile what the hopper tests need, several at once: `python -m tests.gpu.hopper_variants NAMES`.
 
 A process compiles one kernel after the other, seconds each; Triton's cache on disk serves the rest.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import tilewise as tw
+from tilewise.dense.api import attention_partial_backward
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
 
@@ -55,11 +59,42 @@ def _documents() -> tw.Mask:
     return tw.causal() & tw.documents(torch.tensor([0, 3, 65], device="cuda", dtype=torch.int32))
 
 
-def _backward() -> None:
-    q, k, v = (
-        torch.zeros(1, 300, 2, 64, dtype=_BF16, device="cuda", requires_grad=True) for _ in "qkv"
-    )
-    tw.attention(q, k, v, backend="hopper").sum().backward()
+def _backward(
+    D: int, dtype: torch.dtype = _BF16, *, with_mask: Any = tw.causal, **options: Any
+) -> Any:
+    def call() -> None:
+        T, batch = 300, () if options else (1,)
+        made = (torch.zeros(*batch, T, 2, D, dtype=dtype, device="cuda") for _ in "qkv")
+        q, k, v = (x.requires_grad_() for x in made)
+        op = tw.attention_varlen if options else tw.attention
+        out = op(q, k, v, mask=with_mask(), backend="hopper", **options)
+        out.sum().backward()
+
+    return call
+
+
+def _packed_backward(D: int) -> Callable[[], Any]:
+    def call() -> Any:
+        cu_seqlens = torch.tensor([0, 3, 300], dtype=torch.int32, device="cuda")
+        return _backward(D, cu_seqlens_q=cu_seqlens)()
+
+    return call
+
+
+def _into_buffers(D: int) -> Callable[[], Any]:
+    def call() -> None:
+        q, k = (torch.zeros(1, n, 2, D, dtype=_BF16, device="cuda") for n in (100, 330))
+        statistics = (torch.zeros(1, 2, 100, device="cuda") for _ in range(2))
+        buffers = {
+            f"d{name}": torch.zeros(x.shape, device="cuda")
+            for name, x in zip("qkv", (q, k, k), strict=True)
+        }
+        attention_partial_backward(
+            q, q, k, k, *statistics, **buffers, mask=tw.causal(), q_start=400, k_start=0,
+            backend="hopper",
+        )  # fmt: skip
+
+    return call
 
 
 VARIANTS: dict[str, Callable[[], Any]] = {
@@ -82,23 +117,41 @@ VARIANTS: dict[str, Callable[[], Any]] = {
         for D, dtype in ((64, _BF16), (128, _BF16), (256, _BF16), (128, _FP16))
     },
     "fp32 out": _call(128, out_dtype=torch.float32),
-    "backward": _backward,
+    **{f"backward {D}": _backward(D) for D in (64, 128)},
+    **{f"backward fp16 {D}": _backward(D, _FP16) for D in (64, 128)},
+    **{f"backward packed {D}": _packed_backward(D) for D in (64, 128)},
+    **{f"backward padded {D}": _backward(D, with_mask=_padding) for D in (64, 128)},
+    **{f"into buffers {D}": _into_buffers(D) for D in (64, 128)},
+    **{f"backward documents {D}": _backward(D, with_mask=_documents) for D in (64, 128)},
 }
 
 
 def compile_all() -> None:
-    """Everything, in processes of their own."""
+    """Everything, in processes of their own; once, however many workers of pytest ask for it."""
+    run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    done = Path(tempfile.gettempdir()) / f"tilewise-hopper-{run_id}"
+    with open(f"{done}.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            _compile_now()
+            done.touch()
 
-    def run(name: str) -> str:
-        command = [sys.executable, "-m", "tests.gpu.hopper_variants", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-        return f"{name}: {done.stderr[-2000:]}" if done.returncode else ""
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        failed = [problem for problem in pool.map(run, VARIANTS) if problem]
+def _compile_now() -> None:
+    names, cores = list(VARIANTS), os.cpu_count() or 1
+
+    def run(some: list[str]) -> str:
+        command = [sys.executable, "-m", "tests.gpu.hopper_variants", *some]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        return f"{some}: {done.stderr[-2000:]}" if done.returncode else ""
+
+    # A process for each core: what they import takes as long as a kernel.
+    with ThreadPoolExecutor(cores) as pool:
+        failed = [x for x in pool.map(run, (names[i::cores] for i in range(cores))) if x]
     assert not failed, "\n".join(failed)
 
 
 if __name__ == "__main__":
-    VARIANTS[sys.argv[1]]()
+    for name in sys.argv[1:]:
+        VARIANTS[name]()
     torch.cuda.synchronize()

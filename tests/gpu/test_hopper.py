@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import faulthandler
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -16,56 +15,31 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.cases.common import alibi, formula
-from tests.gpu.common import DEVICE, are_equal, ints, normal, qkv
-from tests.gpu.hopper_variants import compile_all
+from tests.gpu.common import DEVICE, are_equal, ints, normal
+from tests.gpu.hopper import (
+    CU_K,
+    CU_Q,
+    HIDING,
+    NEEDS_HOPPER,
+    RAGGED,
+    WINDOWS,
+    band,
+    compiled,
+    draw,
+    no_hang,
+)
 from tests.helpers import check_call
-from tilewise.core.backends import hopper_problem
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
 from tilewise.report.verify import poisoned_memory
 
-
-def _is_here() -> bool:
-    return torch.cuda.is_available() and not hopper_problem(DEVICE)
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _is_here(), reason="needs a Hopper GPU")]
-RAGGED = (1, 63, 64, 65, 127, 128, 129, 1000)
+pytestmark = [pytest.mark.gpu, NEEDS_HOPPER]
+__all__ = ["compiled", "no_hang"]
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    compile_all()
-
-
-@pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
-    """A protocol of barriers that is wrong hangs: then the process ends and says where."""
-    faulthandler.dump_traceback_later(40, exit=True)
-    yield
-    torch.cuda.synchronize()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tw.Partial:
     with torch.no_grad():
         return tw.attention_partial(q, k, v, backend="hopper", **options)
-
-
-def draw(B: int, M: int, N: int, heads: tuple[int, int] = (2, 1), **options: Any) -> list[Tensor]:
-    return [x.detach() for x in qkv(B, M, N, heads, **options)]
-
-
-def band(M: int, N: int, left: int | None, right: int | None, offset: int | None = None) -> Tensor:
-    """What a window shows, bool `[M, N]`."""
-    shift = N - M if offset is None else offset
-    distance = torch.arange(N, device=DEVICE) - torch.arange(M, device=DEVICE)[:, None] - shift
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if left is not None:
-        seen &= distance >= -left
-    if right is not None:
-        seen &= distance <= right
-    return seen
 
 
 def check(x: list[Tensor], visible: Tensor, **options: Any) -> None:
@@ -89,12 +63,6 @@ def test_ragged_lengths(D: int, M: int) -> None:
         x = draw(2, M, N, D=D, seed=N)
         check(x, band(M, N, None, None))
         check(x, band(M, N, None, 0), mask=tw.causal())
-
-
-WINDOWS = [
-    (1000, 1000, 100, 0), (777, 1500, 300, 0), (1024, 1024, 17, 40), (500, 300, 64, 0),
-    (300, 2000, 128, 0), (1000, 1000, 0, 0), (129, 700, 500, -400), (1000, 200, 3, 3),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -155,7 +123,7 @@ def test_fp32_partials_merge_to_the_whole() -> None:
     assert_lse_within_budget(lse, exact_lse, BF16)
 
 
-def test_gradients_are_those_of_the_triton_backward() -> None:
+def test_gradients() -> None:
     tensors = dict(zip("qkv", draw(2, 200, 300, (4, 2), D=64), strict=True))
     check_call("attention_partial", tensors, backend="hopper", mask=tw.causal())
 
@@ -307,12 +275,6 @@ def test_gradients_of_terms() -> None:
 
 # ---------------------------------------------------------------- isolation and layouts
 
-HIDING = {
-    "window": (300, 1000, tw.window(100, 0, offset=640), (100, 0, 640)),
-    "causal": (300, 300, tw.causal(offset=-5), (None, 0, -5)),
-    "nothing is seen": (100, 300, tw.causal(offset=-200), (None, 0, -200)),
-}
-
 
 @pytest.mark.parametrize("name", HIDING)
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -449,9 +411,6 @@ def test_a_call_waits_for_its_own_stream() -> None:
 
 
 # ---------------------------------------------------------------- documents
-
-CU_Q = (0, 1, 1, 64, 129, 257, 1257, 1257, 1320)
-CU_K = (0, 7, 70, 134, 134, 334, 1334, 1400, 1465)
 
 
 def packed(D: int, T: int, S: int, **options: Any) -> list[Tensor]:

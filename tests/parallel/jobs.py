@@ -25,7 +25,26 @@ def qkv(size: int, heads: tuple[int, int] = (4, 2), seed: int = 0) -> dict[str, 
 
 
 def own(rank: Rank, way: Way, tensors: dict[str, Tensor]) -> list[Tensor]:
-    return [shard(x, n, way.layout, rank.index).requires_grad_() for n, x in tensors.items()]
+    return [shard(x, n, way.layout, rank).requires_grad_() for n, x in tensors.items()]
+
+
+def there(rank: Rank, x: Any) -> Any:
+    """A tensor on the rank's device; anything else as it is."""
+    return x.to(rank.device) if isinstance(x, Tensor) else x
+
+
+def without_waiting(rank: Rank, way: Way, tensors: dict[str, Tensor]) -> None:
+    """A call like one before, forward and backward, in which the host must not wait for the GPU."""
+    leaves = own(rank, way, tensors)
+    options = {**place(rank, way), "mask": tw.causal() & tw.documents([0, 9, way.layout.size])}
+    for is_watched in (False, True):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if is_watched else "default")
+        try:
+            out = tw.context_parallel_attention(*leaves, **options)
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def traffic(
@@ -115,13 +134,11 @@ def wrong_alone(rank: Rank, way: Way, seconds: float) -> str:
 def decoded(
     rank: Rank, layout: Layout, tensors: dict[str, Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, dict[str, int]]:
-    k, v = (layout.shard(tensors[name], rank.index) for name in "kv")
-    extras = {name: x for name, x in tensors.items() if name not in ("q", "k", "v")}
-    group = rank.groups[layout.ranks]
+    named, options = ({n: there(rank, x) for n, x in y.items()} for y in (tensors, options))
+    k, v = (layout.shard(named.pop(name), rank.index) for name in "kv")
+    group, q = rank.groups[layout.ranks], named.pop("q")
     with count_traffic() as counted:
-        out = tw.context_parallel_decode(
-            tensors["q"], k, v, layout=layout, group=group, **extras, **options
-        )
+        out = tw.context_parallel_decode(q, k, v, layout=layout, group=group, **named, **options)
     return out, counted.received
 
 
@@ -151,10 +168,10 @@ def decoded_then(
 
 def unsharded(rank: Rank, layout: Layout, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The whole from shards, and the gradient of a loss that weighs it by rank."""
-    leaf = layout.shard(x, rank.index).clone().requires_grad_()
-    mesh = DeviceMesh.from_group(rank.groups[layout.ranks], "cpu")
+    leaf = layout.shard(x, rank.index).clone().to(rank.device).requires_grad_()
+    mesh = DeviceMesh.from_group(rank.groups[layout.ranks], rank.device.type)
     whole = unshard(leaf, layout, mesh=mesh)
-    (whole * weights[rank.index]).sum().backward()
+    (whole * weights[rank.index].to(rank.device)).sum().backward()
     return [whole.detach(), leaf.grad]
 
 
@@ -180,13 +197,13 @@ def block_gradients(rank: Rank, layout: Layout, x: Tensor, how: str) -> list[Ten
     """Gradients of a block's parameters, summed over ranks, run in some way of PyTorch's."""
     torch.manual_seed(0)
     group = rank.groups[layout.ranks]
-    block: Any = Block({"group": group, "layout": layout, "schedule": "ring"})
-    own_x = layout.shard(x, rank.index)
+    block: Any = Block({"group": group, "layout": layout, "schedule": "ring"}).to(rank.device)
+    own_x = layout.shard(x, rank.index).to(rank.device)
     parameters = list(block.parameters())
     if how == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
-        mesh = DeviceMesh.from_group(group, "cpu")
+        mesh = DeviceMesh.from_group(group, rank.device.type)
         fully_shard(block, mesh=mesh)
         block(own_x).square().sum().backward()
         # FSDP takes the mean over ranks.
@@ -266,6 +283,58 @@ def benched(rank: Rank, request: Any) -> list[Any]:
     from tilewise.bench.parallel.ranks import measure_here
 
     return measure_here(request)
+
+
+def benched_wrong(rank: Rank, request: Any) -> list[Any]:
+    """The same with a ring that is wrong."""
+    from tilewise.bench.parallel import contestants
+    from tilewise.bench.parallel.ranks import measure_here
+
+    right = contestants.Run.local
+
+    def wrong(run: Any, *arguments: Any) -> Any:
+        found = right(run, *arguments)
+        is_ring = run.prepared.schedule == "ring"
+        return found._replace(out=found.out * 1.01) if is_ring else found
+
+    contestants.Run.local = wrong
+    try:
+        return measure_here(request)
+    finally:
+        contestants.Run.local = right
+
+
+def parted(rank: Rank, cell: Any, form: dict[str, Any]) -> list[dict[str, int]]:
+    """How often a ring and its parts call the core, and what they receive."""
+    from tilewise.bench.parallel.contestants import build_ours, work_of
+    from tilewise.parallel import pieces
+
+    layout = cell.layout(2)
+    shapes = [(1, layout.lengths[rank.index], form[h], form["D"]) for h in ("H", "G", "G", "H")]
+    work = work_of([torch.randn(s) for s in shapes], cell.build_mask(), has_gradients=True)
+    one = build_ours(work, layout, "ring", rank.groups[2])
+    right, found = pieces.arguments_of, []
+
+    def counted(*arguments: Any) -> Any:
+        found[-1]["calls"] += 1
+        return right(*arguments)
+
+    pieces.arguments_of = counted
+    try:
+        for call in (one.call, *(one.parts[name] for name in ("local", "messages", "neither"))):
+            found.append({"calls": 0})
+            with count_traffic() as traffic:
+                call()
+            found[-1]["received"] = traffic.total
+    finally:
+        pieces.arguments_of = right
+    return found
+
+
+def traced(rank: Rank, request: Any) -> None:
+    from tilewise.bench.parallel.trace import record, traced_cell
+
+    record(request, traced_cell(request.cells))
 
 
 def example(rank: Rank, ranks: int, text: Tensor, settings: Any) -> list[float]:

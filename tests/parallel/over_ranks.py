@@ -7,16 +7,21 @@ layout, gradients of replicated tensors by their sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.parallel.ranks import RANKS, Rank
+from tests.parallel.ranks import POOLS, Rank
+from tilewise.core.philox import draw_rng
 from tilewise.core.tolerance import BudgetReport
 from tilewise.dense import budget
 from tilewise.dense.budget import Case
+from tilewise.parallel import comm, prepare
+from tilewise.parallel.agree import Memo
 from tilewise.parallel.layout import Layout
 from tilewise.report.verify import verify_case
 
@@ -25,11 +30,15 @@ BY_TOKEN = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class Way:
-    """How a call is spread: a schedule, a layout, and the mesh where it has two dims."""
+    """How a call is spread: a schedule, a layout, and the mesh where it has two dims.
+
+    pool: of `ranks.POOLS`.
+    """
 
     schedule: str
     layout: Layout
     mesh: tuple[int, int] | None = None
+    pool: str = "gloo"
 
     @property
     def ranks(self) -> int:
@@ -47,13 +56,15 @@ def forward(
     rank: Rank, way: Way, tensors: dict[str, Tensor], options: dict[str, Any], seed: int
 ) -> tuple[Tensor, Tensor]:
     """A job: this rank's shards in, its rows of out and lse back."""
-    from tilewise.parallel.api import context_parallel_attention_partial
+    from tilewise.parallel import api
 
     torch.manual_seed(seed)
-    leaves = {n: shard(x, n, way.layout, rank.index).requires_grad_() for n, x in tensors.items()}
+    # The oracle is on the CPU, and a GPU's generator draws other numbers.
+    api.draw_rng = lambda device: draw_rng(torch.device("cpu")).to(device)
+    leaves = {n: shard(x, n, way.layout, rank).requires_grad_() for n, x in tensors.items()}
     q, k, v = (leaves[name] for name in BY_TOKEN)
     extras = {name: x for name, x in leaves.items() if name not in BY_TOKEN}
-    found = context_parallel_attention_partial(q, k, v, **extras, **options, **place(rank, way))
+    found = api.context_parallel_attention_partial(q, k, v, **extras, **options, **place(rank, way))
     rank.kept["graph"] = (list(leaves.values()), found)
     return found.out.detach(), found.lse.detach()
 
@@ -61,24 +72,75 @@ def forward(
 def backward(rank: Rank, dout: list[Tensor], dlse: list[Tensor]) -> list[Tensor]:
     """A job: gradients of the leaves of the last forward."""
     leaves, found = rank.kept.pop("graph")
-    upstream = (dout[rank.index], dlse[rank.index])
+    upstream = [x[rank.index].to(rank.device) for x in (dout, dlse)]
     return list(torch.autograd.grad(found, leaves, upstream))
 
 
-def shard(x: Tensor, name: str, layout: Layout, rank: int) -> Tensor:
+def alone(
+    rank: Rank, way: Way, tensors: dict[str, Tensor], options: dict[str, Any], seed: int
+) -> None:
+    """A job of one rank: all that it would compute, and so compile, but no message."""
+    with no_messages():
+        found = forward(rank, way, tensors, options, seed)
+        leaves, graph = rank.kept.pop("graph")
+        torch.autograd.grad(graph, leaves, [torch.zeros_like(x) for x in found])
+
+
+@contextmanager
+def no_messages() -> Iterator[None]:
+    """Inside, links bring zeros, and every rank agrees with this one. Nothing is remembered."""
+    kept = {name: getattr(comm.Link, name) for name in vars(Quiet) if not name.startswith("__")}
+    remembered = prepare._prepared
+    try:
+        for name in kept:
+            setattr(comm.Link, name, getattr(Quiet, name))
+        prepare._prepared = Memo()
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(comm.Link, name, method)
+        prepare._prepared = remembered
+
+
+class Quiet:
+    """A link's methods, where nobody answers."""
+
+    def exchange(self: Any, kind: str, sent: Any, received: Any) -> Any:
+        received[0].zero_()
+        return comm.Pending([], [])
+
+    def all_gather(self: Any, kind: str, x: Tensor) -> Any:
+        return x.new_zeros(self.ranks, *x.shape), comm.Pending([], [])
+
+    def all_to_all(self: Any, kind: str, x: Tensor, sent: Any, received: Any) -> Any:
+        return x.new_zeros(sum(received)), comm.Pending([], [])
+
+    def broadcast(self: Any, x: Tensor) -> None:
+        pass
+
+    def gather_objects(self: Any, value: Any) -> list[Any]:
+        return [value] * self.ranks
+
+
+def shard(x: Tensor, name: str, layout: Layout, rank: Rank) -> Tensor:
+    """This rank's part of one of the tensors of a call, on its device."""
     x = x.detach()
     if name in BY_TOKEN:
-        x = layout.shard(x, rank)
+        x = layout.shard(x, rank.index)
     elif name == "bias" and x.dim() > 1 and x.shape[-2] > 1:
-        x = layout.shard(x, rank, dim=-2)
-    return x.clone()
+        x = layout.shard(x, rank.index, dim=-2)
+    return x.clone().to(rank.device)
 
 
 class OverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, way: Way, case: Case, names: tuple[str, ...], *tensors: Tensor) -> Any:
         named = {name: x.detach() for name, x in zip(names, tensors, strict=True)}
-        found = RANKS.run(way.ranks, forward, way, named, case.options, case.seed)
+        call = (way, named, case.options, case.seed)
+        pool = POOLS[way.pool]
+        if pool.is_turned:
+            pool.rehearse(alone, *call)
+        found = pool.run(way.ranks, forward, *call)
         ctx.way, ctx.names, ctx.shapes = way, names, [x.shape for x in tensors]
         outs, lses = zip(*found, strict=True)
         return way.layout.join(outs), way.layout.join(lses, dim=2)
@@ -90,7 +152,7 @@ class OverRanks(torch.autograd.Function):
             [layout.shard(x, r, dim=d).clone() for r in range(layout.ranks)]
             for x, d in ((dout, 1), (dlse, 2))
         ]
-        found = RANKS.run(ctx.way.ranks, backward, *parts)
+        found = POOLS[ctx.way.pool].run(ctx.way.ranks, backward, *parts)
         grads = []
         for name, shape, shares in zip(
             ctx.names, ctx.shapes, zip(*found, strict=True), strict=True

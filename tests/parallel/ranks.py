@@ -1,4 +1,5 @@
-"""Processes that are ranks: eight of them with gloo, started once, each waiting for jobs.
+"""Processes that are ranks: eight of them with gloo, started once, each waiting for jobs; with NCCL
+two or four, a GPU each.
 
 A job is a module-level function that gets a `Rank` first. What it returns comes back by rank; if it
 raises on a rank, `RankError` says where and why. The processes are forked from a server that has
@@ -9,23 +10,31 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import fcntl
 import multiprocessing as mp
 import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.helpers import UNDER_TEST
+from tilewise.dense.choice import torch_mode_unheeded
+
 WORLD = 8
 SIZES = (1, 2, 3, 4, 8)
 MESHES = ((2, 2), (2, 4), (4, 2), (1, 2), (2, 1))
+# With NCCL a group is a communicator; one serves all that every rank is in.
+GPU_MESHES = {2: ((1, 2), (2, 1)), 4: ((2, 2), (1, 4), (4, 1))}
 # What ranks import, once, in the server that they are forked from. DeviceMesh imports dynamo.
 _PRELOADED = ["torch", "torch._dynamo", "tilewise.parallel.api", "tests.parallel.over_ranks"]
 # Of gloo's own waiting, and of the test's for a rank.
@@ -45,6 +54,7 @@ class Rank:
     """What a job knows of where it runs. kept: lives from job to job."""
 
     index: int
+    device: torch.device
     groups: dict[int, Any]
     meshes: dict[tuple[int, int], DeviceMesh]
     kept: dict[str, Any]
@@ -54,14 +64,29 @@ Job = Callable[..., Any]
 
 
 class Ranks:
-    """The pool: `run` sends a job to the first ranks. A failure may end it; it then starts anew."""
+    """The pool: `run` sends a job to the first ranks. A failure may end it; it then starts anew.
 
-    def __init__(self) -> None:
+    is_turned: on GPUs, whether pools of other processes take turns. A GPU gives each process a
+    slice of time, and two that wait for each other's messages seldom have theirs at once.
+    """
+
+    def __init__(self, backend: str = "gloo", world: int = WORLD) -> None:
+        self.backend, self.world, self.is_turned = backend, world, backend == "nccl"
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
     def run(self, ranks: int, job: Job, *arguments: Any) -> list[Any]:
         self._start()
+        with _turn() if self.is_turned else nullcontext():
+            return self._run(ranks, job, *arguments)
+
+    def rehearse(self, job: Job, *arguments: Any) -> None:
+        """A job of rank 0 by itself, without a turn; what it raises does not matter."""
+        self._start()
+        with suppress(RankError):
+            self._run(1, job, *arguments)
+
+    def _run(self, ranks: int, job: Job, *arguments: Any) -> list[Any]:
         message = pickle.dumps((job, arguments))
         for pipe in self._pipes[:ranks]:
             pipe.send_bytes(message)
@@ -71,7 +96,10 @@ class Ranks:
             if not pipe.poll(5 if problems else PATIENCE_S):
                 problems[rank] = ("Silence", "gave no answer")
                 continue
-            kind, value = pickle.loads(pipe.recv_bytes())
+            try:
+                kind, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                kind, value = "Silence", "is gone"
             if kind == "result":
                 results.append(value)
             else:
@@ -92,12 +120,15 @@ class Ranks:
         if self._processes and all(process.is_alive() for process in self._processes):
             return
         self.stop()
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        # A process that is forked from one that asked for GPUs may have none.
+        context: Any = mp.get_context("spawn" if self.is_turned else "forkserver")
+        if not self.is_turned:
+            context.set_forkserver_preload(_PRELOADED)
         store = tempfile.mktemp(prefix="tilewise-ranks-")
-        for rank in range(WORLD):
+        for rank in range(self.world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, store, there), daemon=True)
+            arguments = (self.backend, rank, self.world, store, there)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -114,25 +145,42 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, store: str, pipe: Any) -> None:
+@contextmanager
+def _turn() -> Iterator[None]:
+    """One at a time of all the processes of a test run."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    with open(Path(tempfile.gettempdir()) / f"tilewise-turn-{run}", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _serve(backend: str, rank: int, world: int, store: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # The ranks compare what they call at its first use, as they do for users.
+    os.environ["TILEWISE_CHECK"] = "0"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, WORLD),
+        backend,
+        store=dist.FileStore(store, world),
         rank=rank,
-        world_size=WORLD,
+        world_size=world,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    # Buffers that are not written show.
-    torch.use_deterministic_algorithms(True)
+    # Buffers that are not written show. Not all of torch's own has a fixed order on a GPU.
+    torch.use_deterministic_algorithms(True, warn_only=backend == "nccl")
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
-    meshes = {
-        shape: DeviceMesh("cpu", torch.arange(shape[0] * shape[1]).reshape(shape).tolist())
-        for shape in MESHES
-    }
-    known = Rank(rank, groups, meshes, {})
+    if world == WORLD:
+        known = _many(rank)
+    else:
+        known = _few(rank, world, "cuda" if backend == "nccl" else "cpu")
+    # New memory is to be filled; the kernels are those of users.
+    with torch_mode_unheeded():
+        _serve_jobs(known, pipe)
+
+
+def _serve_jobs(known: Rank, pipe: Any) -> None:
     while True:
         try:
             job, arguments = pickle.loads(pipe.recv_bytes())
@@ -144,7 +192,59 @@ def _serve(rank: int, store: str, pipe: Any) -> None:
         except Exception as error:
             answer = (type(error).__name__, f"{error}\n{traceback.format_exc()[-1500:]}")
         faulthandler.cancel_dump_traceback_later()
-        pipe.send_bytes(pickle.dumps(answer))
+        try:
+            message = pickle.dumps(_on_host(answer))
+        except Exception as error:
+            message = pickle.dumps((type(error).__name__, str(error)))
+        pipe.send_bytes(message)
+
+
+def _many(rank: int) -> Rank:
+    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+    meshes = {
+        shape: DeviceMesh("cpu", torch.arange(shape[0] * shape[1]).reshape(shape).tolist())
+        for shape in MESHES
+    }
+    return Rank(rank, torch.device("cpu"), groups, meshes, {})
+
+
+def _few(rank: int, world: int, device: str) -> Rank:
+    """One communicator for all ranks, one for some of four, none for a rank by itself."""
+    alone = [dist.new_group([index]) for index in range(world)][rank]
+    everyone: Any = dist.group.WORLD
+    groups = {1: alone, world: everyone}
+    if world == 4:
+        groups[2], groups[3] = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    meshes = {}
+    for shape in GPU_MESHES[world]:
+        at = torch.arange(world).reshape(shape)
+        if 1 in shape:
+            pair = [alone, everyone] if shape[0] == 1 else [everyone, alone]
+            meshes[shape] = DeviceMesh.from_group(pair, device, at, mesh_dim_names=("r", "u"))
+        else:
+            meshes[shape] = DeviceMesh(device, at.tolist())
+    dist.all_reduce(torch.zeros(1, device=device))
+    found = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    return Rank(rank, found, groups, meshes, {})
+
+
+def _on_host(value: Any) -> Any:
+    """A copy in which every tensor is on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu() if value.is_cuda else value
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_on_host(x) for x in value)
+    if isinstance(value, list):
+        return [_on_host(x) for x in value]
+    return {k: _on_host(x) for k, x in value.items()} if isinstance(value, dict) else value
+
+
+def count_gpu_ranks() -> int:
+    """As many as there are GPUs for, two or four; fewer than two are none."""
+    count = torch.cuda.device_count() if UNDER_TEST.device == "cuda" else 0
+    return 4 if count >= 4 else 2 if count >= 2 else 0
 
 
 RANKS = Ranks()
+GPU_RANKS = Ranks("nccl", count_gpu_ranks())
+POOLS = {"gloo": RANKS, "nccl": GPU_RANKS}

@@ -195,6 +195,16 @@ def test_c219_the_error_does_not_grow_with_the_ranks(ranks: int, dtype: torch.dt
     check_over_ranks(way, qkv(dtype=dtype), mask=tw.causal(), out_dtype=torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("schedule", ALL)
+def test_rows_that_one_call_computes_are_rounded_at_once(schedule: str, dtype: torch.dtype) -> None:
+    """Over more than a few keys delta is as good from an out in 16 bits."""
+    way = way_of(schedule, "zigzag", 4, 200)
+    check_over_ranks(way, qkv(200, dtype=dtype), mask=tw.causal())
+    alone = Way("ring", layouts.contiguous(200, 4))
+    check_over_ranks(alone, qkv(200, dtype=dtype), mask=tw.documents([0, 50, 100, 150, 200]))
+
+
 # ---------------------------------------------------------------- bits
 
 
@@ -223,11 +233,16 @@ def test_dropout_keeps_the_bits_of_one_rank(schedule: str) -> None:
 # ---------------------------------------------------------------- everything with everything
 
 
-def combination(index: int) -> tuple[Way, dict[str, Tensor], dict[str, Any], str]:
-    """The index-th choice of all that may be chosen, and the error that it must raise, if any."""
+def combination(
+    index: int, counts: tuple[int, ...] = (1, 2, 3, 4, 8), usp_counts: tuple[int, ...] = (2, 4, 8)
+) -> tuple[Way, dict[str, Tensor], dict[str, Any], str]:
+    """The index-th choice of all that may be chosen, and the error that it must raise, if any.
+
+    counts, usp_counts: of ranks.
+    """
     choose = random.Random(index).choice
     schedule, mask = choose(ALL), choose(list(MASKS))
-    ranks = choose((2, 4, 8) if schedule == "usp" else (1, 2, 3, 4, 8))
+    ranks = choose(usp_counts if schedule == "usp" else counts)
     term, heads = choose(("none", *TERMS)), choose(((6, 2), (8, 8), (6, 1)))
     counts = term not in ("none", "softcap", "sinks")
     # One token a stripe is hundreds of pieces where something counts by position.

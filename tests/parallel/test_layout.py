@@ -4,7 +4,7 @@ balance."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from tilewise.core.mask import Index
 from tilewise.core.positions import Positions
 from tilewise.core.tiles import key_ranges
 from tilewise.parallel import layout as layouts
-from tilewise.parallel.layout import Layout
+from tilewise.parallel.layout import Layout, document_zigzag
 from tilewise.parallel.plan import Request, make_plan
 from tilewise.parallel.visible import as_band, as_table, local_intervals, on_device, visible
 
@@ -321,3 +321,32 @@ def test_what_does_not_fit_is_said(start: str, call: Callable[[], object]) -> No
 def test_what_is_no_size_rank_or_mask_is_said(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
+
+
+# ---------------------------------------------------------------- documents dealt chunk by chunk
+
+
+@pytest.mark.parametrize("mask", (tw.causal, tw.full))
+@pytest.mark.parametrize("ranks", (2, 3))
+def test_documents_in_chunks_are_packed_sequences(ranks: int, mask: Callable[[], tw.Mask]) -> None:
+    """One call a step, whose edges and mask say what the table says that they stand for."""
+    edges = [0, 40, 41, 90, 130]
+    layout, whole = document_zigzag(edges, ranks, 140), mask() & tw.documents(edges)
+    request = Request(1, 1, False, torch.device("cpu"))
+    packed = 0
+    for rank in range(ranks):
+        plan = make_plan(whole, layout, rank, request)
+        for source, calls in enumerate(plan.calls):
+            rows, columns = layout.positions(rank), layout.positions(source)
+            want = whole.dense(1, 1, 140, 140)[0, 0][rows][:, columns]
+            got = torch.zeros_like(want)
+            for call in calls:
+                assert call.edges is not None
+                packed += 1
+                q_edges, k_edges = (x.tolist() for x in call.edges)
+                assert (q_edges[-1], k_edges[-1]) == (call.q1 - call.q0, call.k1 - call.k0)
+                for (m0, m1), (n0, n1) in zip(pairwise(q_edges), pairwise(k_edges), strict=True):
+                    inner = call.mask.dense(1, 1, m1 - m0, n1 - n0)[0, 0]
+                    got[call.q0 + m0 : call.q0 + m1, call.k0 + n0 : call.k0 + n1] = inner
+            assert torch.equal(got, want)
+    assert packed == ranks**2

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.helpers import UNDER_TEST, backends
+from tests.helpers import UNDER_TEST, backends, runs_kernels
+from tilewise.core.partials import Partial, merge, merge_into
 from tilewise.core.philox import draw_rng
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
 from tilewise.dense import budget
 from tilewise.dense.budget import Case
-from tilewise.parallel import Layout, balanced, striped, zigzag
+from tilewise.parallel import Layout, balanced, document_zigzag, striped, zigzag
 from tilewise.parallel.loopback import loopback
 from tilewise.parallel.numbered import Numbering
 from tilewise.parallel.pieces import Extras
@@ -31,6 +32,7 @@ LAYOUTS = {
     "zigzag": zigzag,
     "striped": striped,
     "balanced": lambda size, ranks: balanced(tw.causal(), size, ranks, chunk=30),
+    "documents": lambda size, ranks: document_zigzag(EDGES, ranks, size),
 }
 
 
@@ -131,3 +133,42 @@ def test_a_share_of_the_heads_keeps_its_bits() -> None:
     ):
         floor = 16 * torch.finfo(torch.float32).eps * float(want.abs().max())
         assert_within_budget(got, want.double(), want, floor=floor)
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not runs_kernels(), reason="what these kernels do is plain torch elsewhere")
+@pytest.mark.parametrize(("M", "E"), [(7, 8), (65, 48), (40, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_merged_as_partials_are(M: int, E: int, dtype: torch.dtype) -> None:
+    """Empty rows on either side and on both; into slices of what is larger; rounded at once."""
+    from tilewise.parallel.triton_rows import merge_rows, row_deltas
+
+    outs = [torch.randn(2, M + 3, 3, E) for _ in range(2)]
+    lses = [5 * torch.randn(2, 3, M) for _ in range(2)]
+    lses[0][..., ::3] = float("-inf")
+    lses[1][..., ::2] = float("-inf")
+    parts = []
+    for out, lse in zip(outs, lses, strict=True):
+        out[:, 1 : M + 1][lse.isneginf().transpose(1, 2)] = 0.0
+        parts.append(Partial(out[:, 1 : M + 1], lse))
+    exact = merge([Partial(x.out.double(), x.lse.double()) for x in parts])
+    plain = Partial(*(x.clone() for x in parts[0]))
+    merge_into(plain, parts[1])
+    final = torch.full((2, M, 3, E), float("nan"), dtype=dtype)
+    unkept = Partial(*(x.clone() for x in parts[0]))
+    merge_rows(unkept, parts[1], rounded := torch.empty_like(final), keeps=False)
+    assert torch.equal(unkept.out, parts[0].out)
+    merge_rows(*parts, final)
+    assert torch.equal(rounded, final)
+    total = parts[0]
+    floor = 16 * torch.finfo(torch.float32).eps
+    assert_lse_within_budget(total.lse, exact.lse, torch.float32)
+    assert_within_budget(total.out, exact.out, plain.out, floor=floor)
+    assert_within_budget(final, exact.out, total.out.to(dtype), floor=floor)
+    # An empty row's dO may be anything.
+    dout, dlse = torch.randn(2, M, 3, E).to(dtype), torch.randn(2, 3, M)
+    dout[exact.lse.isneginf().transpose(1, 2)] = float("nan")
+    safe = dout.nan_to_num()
+    deltas = [(x * safe.to(x.dtype)).sum(-1).transpose(1, 2) - dlse for x in (exact.out, total.out)]
+    got = row_deltas(total.out, dout, dlse)
+    assert_within_budget(got, deltas[0], deltas[1], floor=floor * E)

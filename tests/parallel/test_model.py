@@ -52,8 +52,18 @@ def test_without_compute_every_byte_is_exposed(name: str) -> None:
 def test_a_ring_hides_what_is_shorter_than_a_step() -> None:
     machine = Machine("even", 1e12, 1e12, 1e12, 1e12, 0.0)
     found = of("ring", machine)
-    volume = volumes.ring(SHAPE, 8)
-    assert found.exposed_s == (volume.backward - volume.forward) / 7 / 1e12
+    assert found.exposed_s == 0.0
+    # Two ranks, links as fast as work: what is left of a message after the part that hides it.
+    volume, step = volumes.ring(SHAPE, 2), 2.5 * flops_of(SHAPE) / 4 / 1e12
+    link = volume.forward / step
+    found = predict("ring", SHAPE, 2, Machine("slow", 1e12, 1e12, link, link, 0.0))
+    # Forward, K and V take 2.5 of its steps, backward one; their gradients twice as long.
+    assert same(found.exposed_s, (1 - 1 / 2.5) * step + 0.75 * step + (2 - 0.75) * step)
+
+
+def test_pairs_stand_for_an_area() -> None:
+    causal = predict("ring", SHAPE, 8, H200)
+    assert same(predict("ring", SHAPE, 8, H200, pairs=SHAPE.S**2 / 2).seconds, causal.seconds)
 
 
 def test_beyond_a_node_the_slow_link_counts() -> None:

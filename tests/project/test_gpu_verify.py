@@ -20,10 +20,11 @@ FILES = {
     "tilewise/dense/config.py": "tiles = {}\n",
     "tilewise/dense/warm.py": "kept = {}\n",
     "tilewise/core/band.py": "band = 1\n",
+    "tilewise/decode/triton_split.py": "split = 1\n",
     "tilewise/core/mask.py": "no kernel\n",
     "tilewise/dense/tiled.py": "no kernel\n",
 }
-KERNELS = [
+DENSE = [
     "tilewise/core/band.py",
     "tilewise/dense/config.py",
     "tilewise/dense/hopper_forward.py",
@@ -31,6 +32,8 @@ KERNELS = [
     "tilewise/dense/warm.py",
     "tilewise/kernels/masks.py",
 ]
+DECODE = ["tilewise/decode/triton_split.py", "tilewise/kernels/masks.py"]
+KERNELS = sorted({*DENSE, *DECODE})
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -44,7 +47,8 @@ def checkout(tmp_path: Path) -> Path:
     """Kernels, and the record of a run on just these."""
     for name, text in FILES.items():
         write(tmp_path, name, text)
-    write(tmp_path, gpu_test.RECORD, json.dumps({"sources": gpu_test.hash_sources(tmp_path)}))
+    areas = {area: {"sources": gpu_test.hash_sources(tmp_path, area)} for area in gpu_test.AREAS}
+    write(tmp_path, gpu_test.RECORD, json.dumps({"areas": areas}))
     return tmp_path
 
 
@@ -54,11 +58,50 @@ def test_kernels_are_as_they_were_verified() -> None:
 
 
 def test_every_kernel_source_counts_and_nothing_else(checkout: Path) -> None:
-    hashes = gpu_test.hash_sources(checkout)
-    assert list(hashes) == [*KERNELS, "all"]
+    hashes = {area: gpu_test.hash_sources(checkout, area) for area in gpu_test.AREAS}
+    # What all areas share is no area's own.
+    expected = {"dense": [*DENSE, "all"], "decode": [*DECODE, "all"], "linear": []}
+    assert {area: list(found) for area, found in hashes.items()} == expected
     assert gpu_test.describe_problem(checkout) == ""
     write(checkout, "tilewise/dense/tiled.py", "changed")
-    assert gpu_test.hash_sources(checkout) == hashes
+    assert gpu_test.hash_sources(checkout, "dense") == hashes["dense"]
+
+
+@pytest.mark.parametrize(
+    ("name", "area"),
+    [
+        ("tilewise/decode/triton_split.py", "decode"),
+        ("tilewise/dense/triton_forward.py", "dense"),
+        ("tests.linear.test_decode::test_steps[decode]", "linear"),
+        ("tests.gpu.test_decode::test_graphs", "decode"),
+        ("tests.cases.test_lse::test_c078[linear]", "dense"),
+        ("dense.merge_budget:run", "dense"),
+        ("linear.budget:run", "linear"),
+    ],
+)
+def test_names_tell_their_area(name: str, area: str) -> None:
+    assert gpu_test.area_of(name) == area
+
+
+def test_tests_are_found_by_area(tmp_path: Path) -> None:
+    for name in ("tests/gpu/test_decode.py", "tests/gpu/test_sync.py", "tests/cases/test_lse.py",
+                 "tests/linear/test_decode.py", "tests/gpu/common.py"):  # fmt: skip
+        write(tmp_path, name, "")
+    dense = ["tests/cases/test_lse.py", "tests/gpu/test_sync.py"]
+    assert gpu_test.find_tests(tmp_path, ["dense"]) == dense
+    found = gpu_test.find_tests(tmp_path, ["decode", "linear"])
+    assert found == ["tests/gpu/test_decode.py", "tests/linear/test_decode.py"]
+
+
+def test_what_is_shared_is_unverified_until_every_area_ran_again(checkout: Path) -> None:
+    write(checkout, "tilewise/kernels/masks.py", "changed")
+    areas = gpu_test.read_record(checkout / gpu_test.RECORD)
+    areas["dense"] = {"sources": gpu_test.hash_sources(checkout, "dense")}
+    write(checkout, gpu_test.RECORD, json.dumps({"areas": areas}))
+    assert gpu_test.find_unverified(checkout) == ["tilewise/kernels/masks.py"]
+    areas["decode"] = {"sources": gpu_test.hash_sources(checkout, "decode")}
+    write(checkout, gpu_test.RECORD, json.dumps({"areas": areas}))
+    assert gpu_test.find_unverified(checkout) == []
 
 
 def test_line_endings_do_not_count(checkout: Path) -> None:
@@ -124,6 +167,8 @@ def test_report_of_the_tests_is_read(tmp_path: Path) -> None:
     assert (len(found.passed), len(found.failed)) == (5, 2)
     assert found.skipped == {"one GPU": 1}
     assert found.calls == 51
+    assert gpu_test.read_tests(tmp_path / "tests.xml", "dense") == found
+    assert gpu_test.read_tests(tmp_path / "tests.xml", "decode") == gpu_test.Tests()
 
 
 def test_a_report_that_is_not_there_holds_nothing(tmp_path: Path) -> None:

@@ -41,6 +41,9 @@ def add_command(commands: Any) -> None:
         "schedules over ranks, its plan",
     )
     parser.add_argument("--ranks", help="parallel: how many, some with commas")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="parallel: a Chrome trace of a ring, as .json.gz"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer lengths and three rounds")
     parser.add_argument(
         "--grid",
@@ -54,7 +57,9 @@ def add_command(commands: Any) -> None:
         "--backend", help="GPU: which of ours run, some with commas; the first is judged"
     )
     parser.add_argument(
-        "--minutes", type=float, help="GPU: end after so many, with what was measured by then"
+        "--minutes",
+        type=float,
+        help="GPU, parallel: end after so many, with what was measured by then",
     )
     parser.add_argument(
         "--output",
@@ -79,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         return bench_linear.run(arguments, device)
     if arguments.ranks is not None:
         raise UsageError(f"{COMMAND}: --ranks is for tilewise bench parallel.")
+    if arguments.trace is not None:
+        raise UsageError(f"{COMMAND}: --trace is for tilewise bench parallel.")
     return (_run_on_gpu if device.type == "cuda" else _run_on_cpu)(arguments, device)
 
 

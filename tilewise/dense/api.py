@@ -21,7 +21,7 @@ from ..core.philox import draw_rng
 from ..core.shapes import accumulator_of, check_same_device, check_shapes
 from . import torch_flash, warm
 from .checks import PLACEMENT, check_are_tensors, check_buffers, check_call
-from .choice import BACKENDS, choose, explain
+from .choice import BACKENDS, choose, explain, torch_wants_determinism
 from .ops import Arguments, Attention, check_contents
 from .piece import Piece
 
@@ -60,8 +60,8 @@ def attention(
         sinks: `[H]`, one extra logit per head in the denominator only. Has a gradient.
         dropout_p: in [0, 1), the share of probabilities dropped; 0 means no dropout. The bits
             come from torch's generator by way of Philox (see `tilewise.core.philox`).
-        deterministic: ask for bitwise equal gradients from run to run. Every backend of this
-            version gives them anyway.
+        deterministic: ask for bitwise equal gradients from run to run. All backends but "hopper"
+            give them anyway. torch.use_deterministic_algorithms asks for them too.
         backend: "auto", "hopper", "triton", "tiled", "reference"; a named one never falls back.
     Returns: `[B, M, H, E]` in q's dtype. A query that sees no key gives 0 and has gradient 0.
     Raises: ValueError for arguments that do not fit, NotImplementedError for what no chosen
@@ -70,11 +70,12 @@ def attention(
         `[B, H, M]` and a few tiles; backward, fp32 buffers of dq, dk and dv on "tiled". Where a
         bias, slopes or sinks learn, out is kept in fp32 too. On GPUs inputs whose rows do not
         start at multiples of 16 elements are copied.
-    Deterministic: forward and backward always, on every backend.
+    Deterministic: the forward always; the backward where asked to be, and on every backend but
+        "hopper" always.
     Source: FlashAttention-2 (arXiv 2307.08691); the oracle is
         `tilewise.dense.reference.attention_reference`.
     """
-    terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p)
+    terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p, deterministic)
     return _attend("attention", q, k, v, mask, terms, {}, backend).out
 
 
@@ -111,7 +112,7 @@ def attention_partial(
         no key has out 0 and lse `-inf` (the sink's logit where there is one).
     Raises, Cost, Deterministic, Source: as `attention`.
     """
-    terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p)
+    terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p, deterministic)
     placement = {"q_start": q_start, "k_start": k_start}
     return _attend(
         "attention_partial",
@@ -168,7 +169,7 @@ def attention_varlen(
         environment, since reading them waits for the GPU.
     Cost, Deterministic, Source: as `attention`.
     """
-    terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p)
+    terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p, deterministic)
     placement = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -209,7 +210,7 @@ def attention_varlen_partial(
     out_dtype, q_start and k_start as in `attention_partial`; the starts count inside documents.
     Raises, Cost, Deterministic, Source: as `attention_varlen`.
     """
-    terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p)
+    terms = _terms(scale, softcap, alibi_slopes, bias, sinks, dropout_p, deterministic)
     placement = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -336,8 +337,8 @@ def explain_backend(
     """
     names = ("scale", "softcap", "alibi_slopes", "bias", "sinks", "dropout_p")
     values = {name: options.pop(name, 0.0 if name == "dropout_p" else None) for name in names}
+    values["deterministic"] = options.pop("deterministic", False)
     mask, out_dtype = options.pop("mask", _FULL), options.pop("out_dtype", None)
-    options.pop("deterministic", None)
     for name in options:
         if name not in PLACEMENT:
             raise TypeError(f"explain_backend: no call of attention knows the argument {name!r}.")
@@ -363,6 +364,7 @@ def _terms(
     bias: Tensor | None,
     sinks: Tensor | None,
     dropout_p: float,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     return {
         "scale": scale,
@@ -371,6 +373,7 @@ def _terms(
         "bias": bias,
         "sinks": sinks,
         "dropout_p": dropout_p,
+        "is_deterministic": bool(deterministic) or torch_wants_determinism(),
     }
 
 

@@ -65,6 +65,7 @@ def check_call(
         scale=float(scale),
         softcap=terms["softcap"],
         dropout_p=float(terms["dropout_p"]),
+        is_deterministic=terms.get("is_deterministic", False),
         backend="",
     )
     if mask.has_predicate:

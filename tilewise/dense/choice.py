@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
 from torch import Tensor
 
 from ..core.backends import (
@@ -87,6 +91,52 @@ def why_not_hopper(piece: Piece) -> str:
     )
 
 
+# The hopper backward's tiles of wider heads do not fit in shared memory.
+_LARGEST_BACKWARD_DIM = 128
+# Where a sum has no more keys than these, the rounding of O and P does not average out.
+FEW_KEYS = 128
+# Scales that fp32 does not round to 0, and that do not turn the scores around.
+LEAST_SCALE = 1e-37
+
+
+def why_not_hopper_backward(piece: Piece, learned: Sequence[bool]) -> str:
+    """Why the backward of a call on the hopper backend is Triton's; empty where it is Hopper's own.
+
+    learned: whether bias, slopes and sinks want a gradient.
+    """
+    terms = piece.terms
+    if terms.is_deterministic:
+        return "adds dQ up in any order"
+    if max(piece.q.shape[-1], piece.v.shape[-1]) > _LARGEST_BACKWARD_DIM:
+        return f"takes head dims up to {_LARGEST_BACKWARD_DIM}"
+    if any(learned) or terms.softcap is not None or terms.alibi_slopes is not None:
+        return "takes no softcap, no ALiBi and no sinks that learn"
+    if terms.scale <= LEAST_SCALE:
+        return "takes scales above 0"
+    if piece.k.shape[-3] <= FEW_KEYS or 0 in piece.q.shape:
+        return "takes more keys than a tile has"
+    return ""
+
+
+def torch_wants_determinism() -> bool:
+    """What `torch.use_deterministic_algorithms` asks of every op."""
+    return _heeds_torch and torch.are_deterministic_algorithms_enabled()
+
+
+_heeds_torch = True
+
+
+@contextmanager
+def torch_mode_unheeded() -> Iterator[None]:
+    """For those who switch torch's mode on to have new memory filled, not to get other kernels."""
+    global _heeds_torch
+    was, _heeds_torch = _heeds_torch, False
+    try:
+        yield
+    finally:
+        _heeds_torch = was
+
+
 def _dtype_problem(piece: Piece, known: tuple[str, ...]) -> str:
     dtype = str(piece.q.dtype).removeprefix("torch.")
     return "" if dtype in known else f"computes {', '.join(known)}, not {dtype}"
@@ -114,7 +164,10 @@ def explain(op: str, backend: str, piece: Piece) -> BackendChoice:
         rejected["tiled"] = "plain torch tiles are slower on a GPU"
     if name == "hopper":
         rejected["triton"] = "its kernels are slower on this GPU"
-        reason = f"Hopper's own kernels run the forward here, and Triton's the backward, on {where}"
+        sinks = piece.terms.sinks
+        why_not = why_not_hopper_backward(piece, [sinks is not None and sinks.requires_grad])
+        whose = f"Triton's the backward, since Hopper's {why_not}," if why_not else "the backward,"
+        reason = f"Hopper's own kernels run the forward here, and {whose} on {where}"
         return BackendChoice(name, reason, rejected)
     rejected["hopper"] = why_not_hopper(piece)
     if name == "triton":

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..core.mask import UNBOUNDED
-from ..kernels.gluon import TensorDescriptor, gl
 from ..kernels.launch import compiler_options
 from ..kernels.structs import Operand, Statistics, code
 from . import hopper_forward, hopper_producer
 from .hopper_config import ForwardConfig, forward_config, tile_dim
+from .hopper_descriptors import describe, one_key, spread, tile_layout
 from .hopper_producer import HopperBuild, SpanBuild, Tickets
 from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
 from .triton_placement import DOCUMENTS, PACKED
@@ -48,7 +48,7 @@ class Forward:
         n_heads = H if call.place_kind in (PACKED, DOCUMENTS) else B * H
         together = max(1, min(n_heads, _L2_BYTES // kv_bytes)) if is_uneven else 1
         self._tickets = code(self._n_tiles), code(n_heads), code(together)
-        self._layouts = _layout(dims[0]), _layout(dims[1])
+        self._layouts = tile_layout(dims[0]), tile_layout(dims[1])
         self._blocks = [1, 1, _ROWS, dims[0]], [1, 1, config.launch.block_n, dims[0]]
         self._value_blocks = [1, 1, config.launch.block_n, dims[1]], [1, 1, _ROWS, dims[1]]
 
@@ -57,17 +57,17 @@ class Forward:
 
     def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Any, ...], Tensor, Tensor]:
         """Of the kernel; and out and lse, which they hold."""
-        q, k, v = (_spread(align_rows(x)) for x in (q, _one_key(k), _one_key(v)))
+        q, k, v = (spread(align_rows(x)) for x in (q, one_key(k), one_key(v)))
         out = q.new_empty(self._out_shape, dtype=self._dtype)
         lse = q.new_empty(self._lse_shape, dtype=torch.float32)
         (q_block, k_block), (v_block, out_block) = self._blocks, self._value_blocks
         layout, value_layout = self._layouts
         H, M = self._lse_shape[1:]
         arguments = (
-            _descriptor(q, q_block, layout),
-            _descriptor(k, k_block, layout),
-            _descriptor(v, v_block, value_layout),
-            _descriptor(out, out_block, value_layout) if self._is_staged else None,
+            describe(q, q_block, layout),
+            describe(k, k_block, layout),
+            describe(v, v_block, value_layout),
+            describe(out, out_block, value_layout) if self._is_staged else None,
             Operand(out, *self._out_strides),
             Statistics(lse, code(H * M), code(M)),
             self._call,
@@ -120,30 +120,6 @@ def _build(
 def _f32(log2: int) -> str:
     """2^log2 as PTX writes it."""
     return f"0f{(log2 + 127) << 23:08x}"
-
-
-@lru_cache
-def _layout(dim: int) -> Any:
-    return gl.NVMMASharedLayout(min(2 * dim, 128), 16, rank=4)
-
-
-def _one_key(x: Tensor) -> Tensor:
-    """x, or one key that nobody sees: a descriptor has no dim of 0."""
-    return x if x.shape[1] else x.new_zeros((x.shape[0], 1, *x.shape[2:]))
-
-
-def _spread(x: Tensor) -> Tensor:
-    """x, or a copy where it repeats itself in memory: a TMA descriptor has no stride of 0."""
-    repeats = any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
-    return x.contiguous() if repeats else x
-
-
-def _descriptor(x: Tensor, block: list[int], layout: Any) -> Any:
-    """Of `[B, M, H, D]`, with coordinates (batch, head, row, column)."""
-    B, M, H, D = x.shape
-    # The stride of a dim of one may be anything, also what no descriptor takes.
-    b, m, h = (s if n > 1 else D for n, s in zip(x.shape[:3], x.stride(), strict=False))
-    return TensorDescriptor(x, [B, H, M, D], [b, h, m, 1], block, layout)
 
 
 @lru_cache(maxsize=64)

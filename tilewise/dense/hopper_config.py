@@ -24,6 +24,15 @@ class ForwardConfig(NamedTuple):
     registers: tuple[int, int]
 
 
+class BackwardConfig(NamedTuple):
+    """See `hopper_backward.BackwardBuild`."""
+
+    launch: Config
+    slots: int
+    keeps_keys: bool
+    registers: tuple[int, int]
+
+
 # Registers at launch, of consumers and of the producer: 65536 in all, by warp groups.
 _TWO, _THREE = (168, (232, 40)), (128, (160, 32))
 
@@ -51,3 +60,12 @@ def forward_config(dim: int, value_dim: int, dtype: torch.dtype) -> ForwardConfi
     return ForwardConfig(
         Config(128, 64, 4, 1, most), 2, 2, 2, True, False, shares_q, room, log2_limit, registers
     )
+
+
+def backward_config(dim: int, value_dim: int) -> BackwardConfig:
+    """dim, value_dim: head dims as tiles hold them."""
+    most, _ = _TWO
+    launch, registers = Config(64, 128, 4, 1, most), (240, 24)
+    if max(dim, value_dim) <= 64:
+        return BackwardConfig(launch, 3, True, registers)
+    return BackwardConfig(launch, 2, False, registers)

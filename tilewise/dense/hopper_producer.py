@@ -163,7 +163,7 @@ def _locate(tickets, place, ticket, BUILD: gl.constexpr):
     tile = n_tiles - 1 - rest // size
     head = group * together + rest % size
     if BUILD.place >= PACKED:
-        index = _find(place, tile)
+        index = find_sequence(place, tile, FIRST_Q_TILE, 1)
         first = gl.load(place.table + index.to(gl.int64) * FIELDS + FIRST_Q_TILE)
         return index, head, tile - first
     else:
@@ -172,25 +172,26 @@ def _locate(tickets, place, ticket, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def _find(place, tile):
+def find_sequence(place, tile, COLUMN: gl.constexpr, WARPS: gl.constexpr):
     """The last sequence whose first tile is at or before this one, as `placement.locate` does."""
     n_sequences = decode(place.n_sequences)
     block = 0
     if n_sequences > _SEARCH:
         block -= 1
         for start in range(0, n_sequences, _SEARCH * _SEARCH):
-            block += _count_begun(place.table, start, _SEARCH, n_sequences, tile)
+            block += _count_begun(place.table, start, _SEARCH, n_sequences, tile, COLUMN, WARPS)
     start = block * _SEARCH
-    return start + _count_begun(place.table, start, 1, n_sequences, tile) - 1
+    return start + _count_begun(place.table, start, 1, n_sequences, tile, COLUMN, WARPS) - 1
 
 
 @gluon.jit
-def _count_begun(table, start, STEP: gl.constexpr, n_sequences, tile):
+def _count_begun(
+    table, start, STEP: gl.constexpr, n_sequences, tile, COLUMN: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
     """Of _SEARCH sequences, STEP apart, those whose first tile is at or before this one."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     rows = start + STEP * gl.arange(0, _SEARCH, layout=LAYOUT)
-    at = table + rows.to(gl.int64) * FIELDS + FIRST_Q_TILE
-    first = gl.load(at, mask=rows < n_sequences, other=FAR)
+    first = gl.load(table + rows.to(gl.int64) * FIELDS + COLUMN, mask=rows < n_sequences, other=FAR)
     return gl.sum((first <= tile).to(gl.int32), 0)
 
 
@@ -280,7 +281,7 @@ def _load_v(desc, rings, iteration, n_landed, seq, span, head, n0, BUILD: gl.con
         mbarrier.wait(landing, n_landed & 1)
         n_landed += 1
         start, stop = span.start - n0, span.stop - n0
-        _clear_rows(rings.v, slot, start, stop, BLOCK_N, BUILD.value_dim)
+        clear_rows(rings.v, slot, start, stop, BLOCK_N, BUILD.value_dim)
         fence_async_shared()
         mbarrier.arrive(full, count=1)
     else:
@@ -290,7 +291,7 @@ def _load_v(desc, rings, iteration, n_landed, seq, span, head, n0, BUILD: gl.con
 
 
 @gluon.jit
-def _clear_rows(ring, slot, start, stop, ROWS_OF_TILE: gl.constexpr, DIM: gl.constexpr):
+def clear_rows(ring, slot, start, stop, ROWS_OF_TILE: gl.constexpr, DIM: gl.constexpr):
     """Zeros in the rows of a slot outside [start, stop).
 
     A tile lies in memory as panels of up to 64 columns, each as atoms of 8 rows.

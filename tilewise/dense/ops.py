@@ -8,7 +8,7 @@ their order.
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,18 @@ from torch import Tensor
 from ..core.mask import Mask, raise_mask
 from ..core.positions import Positions
 from ..core.shapes import accumulator_of
-from .choice import choose
+from .choice import choose, why_not_hopper_backward
 from .piece import Piece, Terms
+
+if TYPE_CHECKING:
+    from .triton_call import TritonCall
 
 _REST = (
     "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
     "SymInt[] max_seqlens, SymInt[] starts, Tensor[] start_tensors, "
     "int[] mask_flags, SymInt[] mask_ints, Tensor[] mask_tensors, "
-    "float scale, float? softcap, float dropout_p, str backend"
+    "float scale, float? softcap, float dropout_p, bool is_deterministic, str backend"
 )
 
 library = torch.library.Library("tilewise", "DEF")
@@ -69,6 +72,7 @@ class Arguments(NamedTuple):
     scale: float
     softcap: float | None
     dropout_p: float
+    is_deterministic: bool
     backend: str
 
     @property
@@ -81,6 +85,7 @@ class Arguments(NamedTuple):
             self.sinks,
             self.dropout_p,
             self.rng,
+            self.is_deterministic,
         )
 
     @property
@@ -170,11 +175,10 @@ def _attention_bwd(
     upstream, result = (dout, dlse), (out, lse)
     match arguments.chosen(piece):
         # Hopper's forward leaves just what Triton's does.
-        case "triton" | "hopper":
-            from .triton_backward import attention_gradients
+        case "triton" | "hopper" as name:
             from .triton_call import TritonCall
 
-            gradients = attention_gradients(TritonCall(piece), upstream, result, wanted)
+            gradients = gradients_on_gpu(name, TritonCall(piece), upstream, result, wanted)
         case name:
             from . import tiled_backward
 
@@ -184,6 +188,24 @@ def _attention_bwd(
     if q.dim() == 4:
         return tuple(gradients)
     return (*(x.squeeze(0) for x in gradients[:3]), *gradients[3:])
+
+
+def gradients_on_gpu(
+    backend: str,
+    call: TritonCall,
+    upstream: tuple[Tensor, Tensor | None],
+    result: tuple[Tensor, Tensor],
+    wanted: list[bool],
+) -> list[Tensor]:
+    """See `triton_backward.attention_gradients`."""
+    if backend == "hopper" and not why_not_hopper_backward(call.piece, wanted):
+        from . import hopper_backward_call
+
+        empty = result[1].new_empty(0)
+        return [*hopper_backward_call.attention_gradients(call, upstream, result), *[empty] * 3]
+    from .triton_backward import attention_gradients
+
+    return attention_gradients(call, upstream, result, wanted)
 
 
 def _attention_bwd_into(
@@ -196,6 +218,10 @@ def _attention_bwd_into(
         dout, lse, delta = (x.unsqueeze(0) for x in (dout, lse, delta))
         dq, dk, dv = (x.unsqueeze(0) for x in (dq, dk, dv))
     match arguments.chosen(piece):
+        case "hopper" if not why_not_hopper_backward(piece, ()):
+            from . import hopper_backward_call
+
+            hopper_backward_call.attention_bwd(piece, dout, lse, delta, (dq, dk, dv))
         case "triton" | "hopper":
             from . import triton_backward
 

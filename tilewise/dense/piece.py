@@ -26,6 +26,7 @@ class Terms:
     bias: `[B or 1, H or 1, M or 1, N or 1]`, added after softcap and before the mask.
     sinks: `[H]`, one extra logit per head in the denominator.
     dropout_p, rng: the probability of dropping, and int64 `[2]` seed and offset.
+    is_deterministic: gradients have to be the same bit for bit in every run.
     """
 
     scale: float
@@ -35,6 +36,7 @@ class Terms:
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     rng: Tensor | None = None
+    is_deterministic: bool = False
 
     @property
     def is_plain(self) -> bool:

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.keys import load_keys
+from ..kernels.launch import Launch
 from ..kernels.masks import BAND, key_span, partial_tile, row_span, visible, whole_tile
 from ..kernels.placement import FIRST_K_TILE, FIRST_Q_TILE, locate
 from ..kernels.recompute import Upstream, load_rows, recompute, store_rows
@@ -35,6 +36,7 @@ from ..kernels.tiles import (
     dot_add,
     load_tile,
     row_base,
+    row_product,
     scale_tile,
     statistics_base,
     store_tile,
@@ -223,24 +225,12 @@ def _attention_bwd_delta_kernel(
     o_base, do_base = row_base(out, b, m0, h), row_base(dout, b, m0, h)
     o_tile = load_tile(o_base, out.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
     do_tile = load_tile(do_base, dout.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
-    total = _row_product(o_tile[0], do_tile[0])
-    for i in tl.static_range(1, len(VALUE_DIMS) - 1):
-        total += _row_product(o_tile[i], do_tile[i])
+    total = row_product(o_tile, do_tile, VALUE_DIMS)
     m = tl.arange(0, BLOCK_M)
     if dlse.ptr is not None:
         total -= tl.load(statistics_base(dlse, b, m0, h) + m, mask=stored, other=0.0)
     row_lse = tl.load(statistics_base(lse, b, m0, h) + m, mask=stored, other=0.0)
     store_rows(rows, b, m0, h, row_lse, total, total * 0.0 + 1.0, stored, BLOCK_M)
-
-
-@triton.jit
-def _row_product(o, do):
-    # An out of 0 adds nothing: an empty row is all 0, and its dO may be anything.
-    return tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)
-
-
-# Over more keys than these the rounding of O and P averages out (see `triton_row_sums.py`).
-_FEW_KEYS = 128
 
 
 class Gradients(NamedTuple):
@@ -272,7 +262,7 @@ def attention_gradients(
     dout = align_rows(dout.to(piece.q.dtype))
     dlse = None if dlse is None else contiguous_statistics(dlse)
     rows = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
-    is_summed = piece.q.dtype != torch.float32 and (call.N <= _FEW_KEYS or any(wanted))
+    is_summed = piece.q.dtype != torch.float32 and (call.has_few_keys or any(wanted))
     if not is_summed:
         _multiply_rows(call, align_rows(out), dout, lse, dlse, rows)
     if is_summed or terms.bias is not None:
@@ -344,11 +334,10 @@ def _multiply_rows(
 
 def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients) -> None:
     config = backward_config(call.key)
-    for keys in config.keys:
-        _launch_keys(call, upstream, gradients, keys)
+    kernels = [_launch_of_keys(call, upstream, gradients, keys) for keys in config.keys]
     plan = call.plan_rows(config.rows)
     build = call.build(config.rows, gradients.dq, upstream.dout.ptr)
-    call.launch(
+    rows = Launch(
         _attention_bwd_rows_kernel,
         (plan.n_programs,),
         config.rows,
@@ -356,14 +345,25 @@ def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients
             *call.qkv, upstream, call.operand(gradients.dq), call.statistics(gradients.slopes),
             plan.call, build._replace(is_added=gradients.is_added),
         ),
-        *(gradients.is_added, call.layout_tag(upstream.dout.ptr, gradients.dq)),
+        (gradients.is_added, call.layout_tag(upstream.dout.ptr, gradients.dq)),
     )  # fmt: skip
+    call.launch_together([*(launch for launch, _, _ in kernels), rows])
+    for _, wanted, targets in kernels:
+        if targets is wanted:
+            continue
+        for target, shares in zip(wanted, targets, strict=True):
+            total = shares.unflatten(0, (-1, target.shape[0])).sum(0)
+            if gradients.is_added:
+                target.add_(total)
+            else:
+                target.copy_(total)
 
 
-def _launch_keys(
+def _launch_of_keys(
     call: TritonCall, upstream: Upstream, gradients: Gradients, keys: KeysConfig
-) -> None:
-    """dK, dV or both; by shares of the query heads, then their sum, where programs would be few."""
+) -> tuple[Launch, list[Tensor], list[Tensor]]:
+    """For dK, dV or both: the launch, what is wanted of it, and where it writes: the same tensors,
+    or the fp32 shares `[shares * B, ...]` of the query heads where programs would be few."""
     config = keys.config
     plan = call.plan_keys(config)
     n_shares = call.count_shares(plan.n_programs)
@@ -375,7 +375,7 @@ def _launch_keys(
             for x in wanted
         ]
     build = call.build(config, *targets, upstream.dout.ptr)
-    call.launch(
+    launch = Launch(
         _attention_bwd_keys_kernel,
         (plan.n_programs, n_shares),
         config,
@@ -384,16 +384,9 @@ def _launch_keys(
             -(-(call.H // call.G) // n_shares), keys.has_k, keys.has_v,
             build._replace(is_added=gradients.is_added and n_shares == 1),
         ),
-        *(gradients.is_added, keys.has_k, keys.has_v, call.layout_tag(upstream.dout.ptr, *wanted)),
+        (gradients.is_added, keys.has_k, keys.has_v, call.layout_tag(upstream.dout.ptr, *wanted)),
     )  # fmt: skip
-    if n_shares == 1:
-        return
-    for target, parts in zip(wanted, targets, strict=True):
-        total = parts.unflatten(0, (n_shares, -1)).sum(0)
-        if gradients.is_added:
-            target.add_(total)
-        else:
-            target.copy_(total)
+    return launch, wanted, targets
 
 
 def _slope_gradient(call: TritonCall, slopes: Tensor, rows: Tensor) -> Tensor:

@@ -16,7 +16,15 @@ from ..core.mask_bits import BIT_TILE, Bits, materialise
 from ..core.philox import drop_threshold
 from ..core.tiles import row_intervals
 from ..kernels import lists, masks
-from ..kernels.launch import UNTILED, Config, architecture_of, launch, relaunch
+from ..kernels.launch import (
+    UNTILED,
+    Config,
+    Launch,
+    architecture_of,
+    compile_together,
+    launch,
+    relaunch,
+)
 from ..kernels.structs import (
     Bias,
     Build,
@@ -30,6 +38,7 @@ from ..kernels.structs import (
     absent,
     code,
 )
+from .choice import FEW_KEYS, LEAST_SCALE
 from .config import Key
 from .piece import Piece
 from .triton_placement import (
@@ -48,7 +57,6 @@ _NO_MASK = absent(MaskData)
 _FEW_INTERVALS = 4
 # Two programs for each of a large GPU's processors.
 ENOUGH_PROGRAMS = 264
-_LEAST_SCALE = 1e-37
 _PIECES = (16, 32, 64, 128, 256)
 # Tensor cores cut off what does not fit while they add up. Of three tf32 products the mean error of
 # S on an H200 was 2.7 eps of its mean at D 128 and 5.1 at D 256 in one piece, 1.0 and 1.3 in pieces
@@ -86,7 +94,7 @@ class TritonCall:
         terms = piece.terms
         is_plain = terms.softcap is None and terms.bias is None and terms.alibi_slopes is None
         # Where fp32 would make it 0, a hidden score of -inf must not meet it.
-        self.is_folded = is_plain and terms.scale > _LEAST_SCALE
+        self.is_folded = is_plain and terms.scale > LEAST_SCALE
         positions = piece.positions
         self.band = piece.band
         if positions.is_packed:
@@ -109,6 +117,7 @@ class TritonCall:
         self._plans: dict[Any, Plan] = {}
         self._builds: dict[Any, Build] = {}
         self._compiled: dict[Any, Any] = {}
+        self._together: set[Any] = set()
 
     def release(self) -> None:
         """Let go of q, k and v, which `on` puts in their place again."""
@@ -152,6 +161,15 @@ class TritonCall:
             relaunch(compiled, (x, y, z), arguments, self.device)
         return compiled
 
+    def launch_together(self, launches: list[Launch]) -> None:
+        """Launch kernels that belong together; what is new of them is compiled side by side."""
+        tags = tuple(x.tag for x in launches)
+        if tags not in self._together:
+            compile_together(launches, self.device)
+            self._together.add(tags)
+        for x in launches:
+            self.launch(x.kernel, x.grid, x.config, x.arguments, *x.tag)
+
     @cached_property
     def key(self) -> Key:
         terms = self.piece.terms
@@ -161,6 +179,11 @@ class TritonCall:
             architecture_of(self.device),
             terms.bias is not None or terms.dropout_p > 0.0 or self.mask_kind != _BAND,
         )
+
+    @property
+    def has_few_keys(self) -> bool:
+        """See `triton_row_sums.py`."""
+        return self.N <= FEW_KEYS
 
     @property
     def precision(self) -> str:

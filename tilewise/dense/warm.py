@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.mask import Mask
-from .ops import Arguments
+from .ops import Arguments, gradients_on_gpu
 from .piece import Piece
 
 # Of more layouts than these the oldest is forgotten. Each holds a few kilobytes, and no tensor.
@@ -37,11 +37,9 @@ class Warm(NamedTuple):
 
     def gradients(self, saved: Sequence[Tensor], dout: Tensor, dlse: Tensor | None) -> list[Tensor]:
         """Gradients of q, k and v. saved: q, k, v, out, lse."""
-        from .triton_backward import attention_gradients
-
         q, k, v, out, lse = saved
-        call = self.forward.call.on(q, k, v)
-        return attention_gradients(call, (dout, dlse), (out, lse), [False] * 3)[:3]
+        call, backend = self.forward.call.on(q, k, v), self.arguments.backend
+        return gradients_on_gpu(backend, call, (dout, dlse), (out, lse), [False] * 3)[:3]
 
 
 def key_of(
@@ -67,7 +65,7 @@ def key_of(
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
-        mask_key, terms["scale"], terms["softcap"], *rest,
+        mask_key, terms["scale"], terms["softcap"], terms["is_deterministic"], *rest,
     )  # fmt: skip
 
 

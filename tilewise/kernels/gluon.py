@@ -8,6 +8,7 @@ start, and 1 + i for partition i. `FIRST_FREE` and above are the kernels' own.
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
@@ -16,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -28,10 +30,13 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "sync_partition",
     "tma_load",
+    "tma_reduce_add",
     "tma_store",
     "tma_store_wait",
     "warpgroup_mma",
+    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]
 
@@ -42,6 +47,8 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # Waits until shared memory has been read, not until the bytes have arrived.
 tma_store_wait = tma.store_wait
+# A barrier of all threads of a partition.
+sync_partition = getattr(gl, "barrier", None) or gl.thread_barrier
 _reinterpret = getattr(
     gl.shared_memory_descriptor,
     "reinterpret",
@@ -58,6 +65,14 @@ def as_atoms(ring, n_atoms, width, _semantic=None):
     n_atoms, width = _unwrap_if_constexpr(n_atoms), _unwrap_if_constexpr(width)
     layout = gl.NVMMASharedLayout(2 * width, 16, rank=2)
     return _reinterpret(ring, ring.dtype, [n_atoms, 8, width], layout, _semantic=_semantic)
+
+
+@builtin
+def tma_reduce_add(desc, at, tile, _semantic=None):
+    """Add a tile in shared memory to device memory; `tma_store_wait` counts it as a store."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, at, tile.handle)
 
 
 # ---------------------------------------------------------------- named barriers
@@ -168,6 +183,25 @@ def tanh_fast(x):
 def sum_in_thread(x, ROWS: gl.constexpr, COLS: gl.constexpr):
     """Sums of a row over the columns that each of its four threads holds, `[rows, 4]`."""
     return gl.sum(gl.sum(x.reshape([ROWS, COLS // 8, 4, 2]), 3), 1)
+
+
+@gluon.constexpr_function
+def _columns_of_lanes(n):
+    """Where the n columns of an accumulator's row lie: those of a lane of four together."""
+    in_thread = [[1 << i] for i in range(30) if 1 << i < n // 4]
+    lanes = [[n // 4], [n // 2], [0], [0], [0]]
+    return gl.DistributedLinearLayout(in_thread, lanes, [[0], [0]], [], [n])
+
+
+@gluon.jit
+def load_columns(rows, OFFSET: gl.constexpr, COLS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A number for each column of an accumulator, fp32, 16 bytes at a time.
+
+    Column 8 i + 2 lane + j stands at OFFSET + cols / 4 lane + 2 i + j.
+    """
+    x = rows.slice(OFFSET, COLS, 0).load(_columns_of_lanes(COLS))
+    x = x.reshape([4, COLS // 8, 2]).permute((1, 0, 2)).reshape([COLS])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

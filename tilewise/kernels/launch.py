@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.runtime import _async_compile
 
 from ..core.backends import is_interpreted
+from .structs import Build, Operand
 
 
 class Config(NamedTuple):
@@ -49,6 +52,59 @@ def _gpu_architecture(device: torch.device) -> str:
     if torch.version.hip:
         return str(properties.gcnArchName).split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
+
+
+class Launch(NamedTuple):
+    """A launch to be made.
+
+    tag: what else the binary is made for, as `TritonCall.launch` says.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    config: Config
+    arguments: tuple[Any, ...]
+    tag: tuple[Any, ...] = ()
+
+
+_compiled_together: set[Any] = set()
+
+
+def compile_together(launches: Sequence[Launch], device: torch.device) -> None:
+    """Compile what several launches need side by side, where it is not compiled yet.
+
+    Most of a first call is the compiler's time, and it would take the kernels one after the other.
+    """
+    launches = [x for x in launches if 0 not in x.grid]
+    if device.type != "cuda" or is_interpreted() or not launches:
+        return
+    key = device, *((x.kernel, x.config, x.tag, _constants_of(x.arguments)) for x in launches)
+    if key in _compiled_together:
+        return
+    # Somebody else's mode, which cannot be nested, compiles side by side as it is.
+    if _async_compile.active_mode.get() is None:
+        workers = ThreadPoolExecutor(len(launches), "tilewise", torch.cuda.set_device, (device,))
+        with torch.cuda.device(device), workers:
+            with triton.AsyncCompileMode(workers):
+                kernels = [
+                    x.kernel.warmup(*x.arguments, grid=x.grid, **compiler_options(x.config))
+                    for x in launches
+                ]
+            # The C that launches a binary is compiled too, when `run` is first read.
+            list(workers.map(_make_launcher, kernels))
+    _compiled_together.add(key)
+
+
+def _make_launcher(kernel: Any) -> None:
+    compiled = kernel.result() if hasattr(kernel, "result") else kernel
+    if compiled is not None:
+        compiled.run  # noqa: B018
+
+
+def _constants_of(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """What mostly settles the binary; a kernel that it misses is compiled when it is launched."""
+    kinds = (x.ptr.dtype if isinstance(x, Operand) else x for x in arguments)
+    return tuple(x for x in kinds if isinstance(x, (bool, Build, torch.dtype)))
 
 
 def launch(

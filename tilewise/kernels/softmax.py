@@ -50,10 +50,14 @@ def softmax_end(row_max, row_sum, IS_FOLDED: tl.constexpr):
 
 @triton.jit
 def split_exponent(x):
-    """A normal x > 0 as a number in [1, 2) and the exponent of two beside it, both fp32."""
+    """A normal x > 0 as a number in [1, 2) and the exponent of two beside it, both fp32.
+
+    Infinity and NaN stay what they are.
+    """
     bits = x.to(tl.int32, bitcast=True)
     mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    return mantissa, ((bits >> 23) - 127).to(tl.float32)
+    is_finite = (bits & 0x7F800000) != 0x7F800000
+    return tl.where(is_finite, mantissa, x), ((bits >> 23) - 127).to(tl.float32)
 
 
 @triton.jit

@@ -181,3 +181,18 @@ def dot_add(p, tile, acc, DIMS: tl.constexpr, BUILD: tl.constexpr):
     for i in tl.static_range(len(DIMS) - 1):
         total = total + (dot(p, tile[i], acc[i], BUILD),)
     return total
+
+
+@triton.jit
+def row_product(o_tile, do_tile, DIMS: tl.constexpr):
+    """rowsum(dO * O), fp32."""
+    total = _piece_product(o_tile[0], do_tile[0])
+    for i in tl.static_range(1, len(DIMS) - 1):
+        total += _piece_product(o_tile[i], do_tile[i])
+    return total
+
+
+@triton.jit
+def _piece_product(o, do):
+    # An out of 0 adds nothing: an empty row is all 0, and its dO may be anything.
+    return tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .comm import Link, Pending
 from .layout import Layout
-from .pieces import Accumulator, Backward, Extras, Terms, slice_heads
+from .pieces import Accumulator, Backward, Extras, Terms, adds_nothing, slice_heads
 from .plan import Plan
 
 # Two would do for the overlap; with four, less is exposed before the first and after the last.
@@ -41,12 +41,19 @@ class AllGather:
     terms: Terms
     is_split: bool = True
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Accumulator:
-        total, group = Accumulator.empty(q, v.shape[-1]), q.shape[2] // k.shape[2]
+    @property
+    def adds_nothing(self) -> bool:
+        return adds_nothing(self.plan.whole, self.layout.size)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, dtype: torch.dtype | None
+    ) -> Accumulator:
+        total, group = Accumulator(q, v.shape[-1], dtype), q.shape[2] // k.shape[2]
         for g, k_all, v_all in self._gathered(k, v):
             heads = slice(g.start * group, g.stop * group)
             part, some = total.of_heads(heads), slice_heads(extras, heads)
             part.add(q[:, :, heads], k_all, v_all, self.plan.whole, some, self.terms)
+            part.settle()
         return total
 
     def backward(self, state: Backward) -> None:

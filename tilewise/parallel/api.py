@@ -19,7 +19,7 @@ from .all_gather import AllGather
 from .choice import ScheduleChoice
 from .layout import Layout
 from .pieces import OP, Attend, Schedule, Terms
-from .prepare import Given, Prepared, Where, check, choose, links_of, prepare
+from .prepare import Given, Prepared, Where, check, choose, links_of, prepare, scalars_of
 from .ring import Ring
 from .ulysses import ToHeads, ToTokens, kv_heads_of, share_of
 
@@ -63,19 +63,19 @@ def context_parallel_attention(
             every rank, in positions of the whole sequence. A mask on the host, kept for as long as
             it serves, is planned once and never waited for.
         bias: broadcasts to `[B, H, own tokens, S]`: rows of this rank's queries, all keys.
-        deterministic: as for `attention`: gradients are the same bit for bit anyway.
+        deterministic: as for `attention`.
     Returns: `[B, own tokens, H, E]` in q's dtype.
     Gradients of slopes, sinks and bias are this rank's share; their sum over ranks is the whole,
         as for any parameter that is on every rank (FSDP and DDP reduce them).
     Raises: ValueError and NotImplementedError as `attention`, and where the ranks do not agree, on
         every rank. A rank that does not call at all is met by the process group's time-out.
     Cost: the flops of `attention` over all ranks; bytes and memory on each schedule's page.
-    Deterministic: always.
+    Deterministic: as `attention`; messages and sums have one order anyway.
     Source: Ring Attention (arXiv 2310.01889), DeepSpeed Ulysses (arXiv 2309.14509), Llama 3 (arXiv
         2407.21783), USP (arXiv 2405.07719).
     """
     tensors = {"alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks}
-    scalars = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+    scalars = scalars_of(scale, softcap, dropout_p, deterministic)
     where = Where(mesh, group, layout, schedule, mask, backend)
     return _attend(q, k, v, where, scalars, tensors, None, is_partial=False).out
 
@@ -107,7 +107,7 @@ def context_parallel_attention_partial(
     Args, Raises, Cost, Deterministic, Source: as `context_parallel_attention`.
     """
     tensors = {"alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks}
-    scalars = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+    scalars = scalars_of(scale, softcap, dropout_p, deterministic)
     where = Where(mesh, group, layout, schedule, mask, backend)
     return _attend(q, k, v, where, scalars, tensors, out_dtype, is_partial=True)
 
@@ -140,7 +140,7 @@ def context_parallel_prepare(
     Raises: as `context_parallel_attention`.
     """
     tensors = {"alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks}
-    scalars = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+    scalars = scalars_of(scale, softcap, dropout_p, deterministic)
     where = Where(mesh, group, layout, schedule, mask, backend)
     check_are_tensors(OP, {"q": q, "k": k, "v": v})
     prepare(Given(*_autocast(q, k, v), where, links_of(mesh, group), scalars, tensors))
@@ -175,7 +175,7 @@ def explain_schedule(
     Raises: as `context_parallel_attention` for what this rank can tell by itself.
     """
     tensors = {"alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks}
-    scalars = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+    scalars = scalars_of(scale, softcap, dropout_p, deterministic)
     where = Where(mesh, group, layout, schedule, mask, backend)
     check_are_tensors(OP, {"q": q, "k": k, "v": v})
     given = Given(*_autocast(q, k, v), where, links_of(mesh, group), scalars, tensors)
@@ -206,6 +206,7 @@ def _attend(
         dropout_p=scalars["dropout_p"],
         rng=_draw(given) if scalars["dropout_p"] > 0.0 else None,
         backend=prepared.backend,
+        is_deterministic=scalars["is_deterministic"],
         numbering=prepared.numbering,
     )
     bias = tensors["bias"]

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..core.mask import Mask
 from ..core.partials import Partial
-from ..dense.choice import choose_for_pieces
 from .layout import Layout
-from .pieces import Accumulator, Backward, Extras, Terms
+from .pieces import Accumulator, Backward, Extras, Terms, backend_of_pieces, deltas_of
 from .plan import Plan, Request, make_plan
 from .visible import on_device
 
@@ -37,8 +36,8 @@ class Looped(NamedTuple):
 
 def plain_terms(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Terms:
     """The terms of a call with none, on the backend that it would run on."""
-    name = choose_for_pieces("loopback", backend, q, k, v)
-    return Terms(q.shape[-1] ** -0.5, None, 0.0, None, "tiled(own)" if name == "tiled" else name)
+    name = backend_of_pieces("loopback", backend, q, k, v)
+    return Terms(q.shape[-1] ** -0.5, None, 0.0, None, name)
 
 
 def plans_of(layout: Layout, mask: Mask, q: Tensor, *, by_position: bool = False) -> list[Plan]:
@@ -75,12 +74,12 @@ def loopback(
     mine = [_rows_of(extras, layout, rank) for rank in range(layout.ranks)]
     results = []
     for plan, own, (own_q, _, own_v, _) in zip(plans, mine, shards, strict=True):
-        total = Accumulator.empty(own_q, own_v.shape[-1])
+        total = Accumulator(own_q, own_v.shape[-1])
         for calls, (_, keys, values, _) in zip(plan.calls, shards, strict=True):
             total.add(own_q, keys, values, calls, own, meant)
         results.append(total.finish(None))
     states = [
-        _state_of(shard, own, found)
+        _state_of(shard, own, found, meant)
         for shard, own, found in zip(shards, mine, results, strict=True)
     ]
     for plan, state in zip(plans, states, strict=True):
@@ -100,10 +99,10 @@ def _rows_of(extras: Extras, layout: Layout, rank: int) -> Extras:
     return extras._replace(bias=bias)
 
 
-def _state_of(shard: list[Tensor], extras: Extras, found: Partial) -> Backward:
+def _state_of(shard: list[Tensor], extras: Extras, found: Partial, terms: Terms) -> Backward:
     q, k, v, dout = shard
     wide = found.out.dtype
-    delta = (dout.to(wide) * found.out).sum(-1).transpose(1, 2).contiguous()
+    delta = deltas_of(found.out, dout, None, terms)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     dbias, dslopes = (
         None if x is None else torch.zeros_like(x, dtype=wide) for x in (extras.bias, extras.slopes)

@@ -15,6 +15,8 @@ from .volumes import Shape, Volume, all_gather, ring, ulysses, usp
 
 _BACKWARD_FLOPS = 2.5
 _GATHER_STRIDES = 4
+# What the earlier half of a rank's queries has to do with its own keys under a causal mask.
+_EARLY = 0.25
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,18 @@ def predict(
     inner: int = 1,
     causal: bool = True,
     backward: bool = True,
+    pairs: float | None = None,
 ) -> Prediction:
     """The prediction for balanced shards.
 
     Args:
         inner: ranks of a Ulysses group, for "usp".
         backward: False for a forward pass alone.
+        pairs: visible pairs of query and key in place of all, or of half where causal.
     """
     flops = flops_of(shape, is_causal=causal) / ranks
+    if pairs is not None:
+        flops = 2.0 * shape.B * shape.H * (shape.D + shape.E) * pairs / ranks
     trading = {"ulysses": ranks, "usp": inner}.get(schedule, 1)
     busiest = flops / share_at_work(shape.H, trading)
     compute = [busiest / machine.forward_flops]
@@ -139,21 +145,20 @@ def _swapped(volume: Volume, compute: Sequence[float], link: float, latency: flo
 def _ringed(
     volume: Volume, compute: Sequence[float], link: float, machine: Machine, ranks: int
 ) -> float:
-    """Each hop hides behind a step; the gradients' way home does not."""
+    """Each hop hides behind a step. Backward, the first one and the gradients' way home share the
+    rank's own step."""
     if ranks == 1:
         return 0.0
-    hops, exposed = ranks - 1, 0.0
-    gradients = (volume.backward - volume.forward) / hops / link
+    hops = ranks - 1
     keys = volume.forward / hops / link + machine.latency_s
-    for total in compute:
-        exposed += hops * max(0.0, keys - total / ranks)
+    exposed = hops * max(0.0, keys - compute[0] / ranks)
     if len(compute) == 1:
         return exposed
+    step, gradients = compute[1] / ranks, (volume.backward - volume.forward) / hops / link
+    exposed += max(0.0, keys - _EARLY * step)
     # K and V, and their gradients one step behind, share the link.
-    both = keys + gradients
-    step = compute[1] / ranks
-    exposed += (hops - 1) * (max(0.0, both - step) - max(0.0, keys - step))
-    return exposed + gradients + machine.latency_s
+    exposed += (hops - 1) * max(0.0, keys + gradients - step)
+    return exposed + max(0.0, gradients + machine.latency_s - (1 - _EARLY) * step)
 
 
 def _gathered(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,11 +23,14 @@ from torch import Tensor
 from ..core.partials import Partial, merge_into
 from ..core.shapes import accumulator_of
 from ..dense.checks import check_call
+from ..dense.choice import choose_for_pieces
 from ..dense.ops import Arguments, Attention
 from .numbered import Numbering
 from .plan import Call
 
 OP = "context_parallel_attention"
+# Over more keys than these the rounding of out averages out of delta, as in the dense backward.
+_FEW_KEYS = 128
 
 
 class Extras(NamedTuple):
@@ -51,12 +55,28 @@ class Terms:
     rng: Tensor | None
     backend: str
     numbering: Numbering | None = None
+    is_deterministic: bool = False
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether rows are merged by kernels, as pieces are computed."""
+        return not self.backend.startswith("tiled")
 
 
 class Schedule(Protocol):
     """How keys and values reach the queries of this rank, and gradients their owners."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Accumulator: ...
+    @property
+    def terms(self) -> Terms: ...
+
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether one call computes all of a row, over more than a few keys."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, dtype: torch.dtype | None
+    ) -> Accumulator: ...
 
     def backward(self, state: Backward) -> None: ...
 
@@ -72,10 +92,13 @@ def arguments_of(
         "bias": extras.bias,
         "sinks": None,
         "dropout_p": terms.dropout_p,
+        "is_deterministic": terms.is_deterministic,
     }
     placement: dict[str, Any] = {}
     if call.q_start is not None:
         placement = {"q_start": call.q_start, "k_start": call.k_start}
+    if call.edges is not None:
+        placement = {"cu_seqlens_q": call.edges[0], "cu_seqlens_k": call.edges[1]}
     numbering = terms.numbering
     if numbering is not None:
         slopes = extras.slopes
@@ -89,6 +112,25 @@ def arguments_of(
         call = numbering.mask_of(call)
     found = check_call(OP, q, k, v, call.mask, named, placement)
     return found._replace(rng=terms.rng, backend=terms.backend)
+
+
+def backend_of_pieces(op: str, backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What pieces of these tensors name as their backend.
+
+    Raises: as `choose_for_pieces`.
+    """
+    name = choose_for_pieces(op, backend, q, k, v)
+    if name == "tiled":
+        # Partials are fp32, and of their backward PyTorch's fused op has no part.
+        return "tiled(own)"
+    # Each piece on the fastest that takes it.
+    return "auto" if backend == "auto" and name == "triton" else name
+
+
+def adds_nothing(calls: Iterable[Call], keys: int) -> bool:
+    """Whether no row is in two of the calls, over a sequence of so many keys, more than a few."""
+    rows = sorted((call.q0, call.q1) for call in calls)
+    return keys > _FEW_KEYS and all(a[1] <= b[0] for a, b in pairwise(rows))
 
 
 def slice_bias(bias: Tensor | None, call: Call) -> Tensor | None:
@@ -112,57 +154,137 @@ def slice_heads(extras: Extras, heads: slice) -> Extras:
 
 
 class Accumulator:
-    """The running partial of all rows of this rank: out `[B, M, H, E]`, lse `[B, H, M]`."""
+    """The running partial of all rows of this rank: out `[B, M, H, E]`, lse `[B, H, M]`.
 
-    def __init__(self, out: Tensor, lse: Tensor, *, is_empty: bool = False) -> None:
-        self.out, self.lse = out, lse
-        self._is_empty = is_empty
+    dtype: of out, where every row has one call and so nothing is added up; fp32 when None.
+    place: where it has to be, a part of another's.
+    """
 
-    @classmethod
-    def empty(cls, q: Tensor, E: int) -> Accumulator:
-        (B, M, H), dtype = q.shape[:3], accumulator_of(q.dtype)
-        out = torch.zeros(B, M, H, E, dtype=dtype, device=q.device)
-        lse = torch.full((B, H, M), float("-inf"), dtype=dtype, device=q.device)
-        return cls(out, lse, is_empty=True)
+    def __init__(
+        self, q: Tensor, E: int, dtype: torch.dtype | None = None, place: Partial | None = None
+    ) -> None:
+        self._q, self._E, self._partial = q, E, place
+        self._dtype = accumulator_of(q.dtype) if dtype is None else dtype
+        # Rows that nothing was added to need no merge.
+        self._added: list[tuple[int, int]] = []
+        # The last partial of rows that had one, which `finish` may merge and round at once.
+        self._waiting: tuple[slice, Partial, Terms] | None = None
+
+    @property
+    def partial(self) -> Partial:
+        """What was added so far; nothing is visible where nothing was."""
+        if self._partial is None:
+            q, wide = self._q, accumulator_of(self._q.dtype)
+            B, M, H = q.shape[:3]
+            out = torch.zeros(B, M, H, self._E, dtype=self._dtype, device=q.device)
+            lse = torch.full((B, H, M), float("-inf"), dtype=wide, device=q.device)
+            self._partial = Partial(out, lse)
+        return self._partial
 
     def of_heads(self, heads: slice) -> Accumulator:
         """A view of some query heads, to which nothing was added yet."""
-        return Accumulator(self.out[:, :, heads], self.lse[:, heads], is_empty=self._is_empty)
+        out, lse = self.partial
+        place = Partial(out[:, :, heads], lse[:, heads])
+        return Accumulator(self._q[:, :, heads], self._E, self._dtype, place)
 
     def add(
         self, q: Tensor, k: Tensor, v: Tensor, calls: Iterable[Call], extras: Extras, terms: Terms
     ) -> None:
         """Merge the partials of some calls into their rows."""
         for call in calls:
-            part = run_call(q, k, v, call, extras, terms)
+            part = run_call(q, k, v, call, extras, terms, self._dtype)
+            is_new = all(call.q1 <= q0 or q1 <= call.q0 for q0, q1 in self._added)
+            self._added.append((call.q0, call.q1))
+            if self._partial is None and (call.q0, call.q1) == (0, q.shape[1]):
+                self._partial = part
+                continue
             rows = slice(call.q0, call.q1)
-            target = Partial(self.out[:, rows], self.lse[..., rows])
-            if self._is_empty:
+            if is_new:
+                target = self._of_rows(rows)
                 target.out.copy_(part.out)
                 target.lse.copy_(part.lse)
             else:
-                merge_into(target, part)
-            # What comes after the first call may meet rows that it did not have.
-            self._is_empty = False
+                self.settle()
+                self._waiting = (rows, part, terms)
+
+    def _of_rows(self, rows: slice) -> Partial:
+        return Partial(self.partial.out[:, rows], self.partial.lse[..., rows])
+
+    def settle(self, final: Tensor | None = None, *, keeps: bool = True) -> None:
+        """Merge what waits; into `final` in its dtype too, and without `keeps` nowhere else.
+
+        The last call of a part of another's.
+        """
+        if self._waiting is not None:
+            rows, part, terms = self._waiting
+            self._waiting = None
+            merge_part(self._of_rows(rows), part, terms, final, keeps=keeps)
 
     def finish(self, sinks: Tensor | None) -> Partial:
-        whole = Partial(self.out, self.lse)
+        self.settle()
+        whole = self.partial
         if sinks is not None:
-            logits = sinks.to(self.lse.dtype).reshape(1, -1, 1).expand_as(self.lse)
-            merge_into(whole, Partial(torch.zeros_like(self.out), logits))
+            logits = sinks.to(whole.lse.dtype).reshape(1, -1, 1).expand_as(whole.lse)
+            merge_into(whole, Partial(torch.zeros_like(whole.out), logits))
         return whole
 
+    def finish_as(
+        self, sinks: Tensor | None, dtype: torch.dtype, *, keeps: bool
+    ) -> tuple[Tensor, Partial]:
+        """out in a dtype, and the partial.
 
-def run_call(q: Tensor, k: Tensor, v: Tensor, call: Call, extras: Extras, terms: Terms) -> Partial:
-    """The partial of one call, of the rows and keys that it names."""
+        keeps: whether the partial's out is needed.
+        """
+        if self._waiting is None or sinks is not None or dtype == self._dtype:
+            whole = self.finish(sinks)
+            return whole.out.to(dtype), whole
+        rows, out = self._waiting[0], self.partial.out
+        rounded = torch.empty(out.shape, dtype=dtype, device=out.device)
+        for others in (slice(0, rows.start), slice(rows.stop, out.shape[1])):
+            rounded[:, others] = out[:, others]
+        self.settle(rounded[:, rows], keeps=keeps)
+        return rounded, self.partial
+
+
+def merge_part(
+    total: Partial, part: Partial, terms: Terms, final: Tensor | None = None, *, keeps: bool = True
+) -> None:
+    """`merge_into`, and then out to `final` in its dtype, where there is one.
+
+    keeps: False where total's out is not needed then.
+    """
+    if terms.has_kernels:
+        from .triton_rows import merge_rows
+
+        merge_rows(total, part, final, keeps=keeps)
+        return
+    merge_into(total, part)
+    if final is not None:
+        final.copy_(total.out)
+
+
+def run_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    extras: Extras,
+    terms: Terms,
+    dtype: torch.dtype | None = None,
+) -> Partial:
+    """The partial of one call, of the rows and keys that it names; out in fp32 where no dtype."""
     q = q[:, call.q0 : call.q1]
     k, v = k[:, call.k0 : call.k1], v[:, call.k0 : call.k1]
     extras, numbering = extras._replace(bias=slice_bias(extras.bias, call)), terms.numbering
+    if call.edges is not None:
+        q, k, v = (x.squeeze(0) for x in (q, k, v))
     if numbering is not None:
         q, k, v = (numbering.pack(x) for x in (q, k, v))
     arguments = arguments_of(q, k, v, call, extras, terms)
-    wide = accumulator_of(q.dtype)
-    out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, wide)
+    dtype = accumulator_of(q.dtype) if dtype is None else dtype
+    out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, dtype)
+    if call.edges is not None:
+        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     if numbering is not None:
         out, lse = numbering.unpack(out), numbering.unpack_rows(lse)
     return Partial(out, lse)
@@ -210,6 +332,10 @@ class Backward:
             statistics = [self.lse[..., rows], self.delta[..., rows]]
             buffers = [self.dq[:, rows], into[0][:, keys], into[1][:, keys]]
             numbering = terms.numbering
+            if call.edges is not None:
+                tensors, statistics, buffers = (
+                    [x.squeeze(0) for x in part] for part in (tensors, statistics, buffers)
+                )
             if numbering is not None:
                 tensors = [numbering.pack(x) for x in tensors]
                 statistics = [numbering.pack_rows(x) for x in statistics]
@@ -257,6 +383,18 @@ class Backward:
             target.add_(grad if numbering is None else numbering.own(grad, target))
 
 
+def deltas_of(out: Tensor, dout: Tensor, dlse: Tensor | None, terms: Terms) -> Tensor:
+    """rowsum(dO * O) - dLSE of each row, `[B, H, M]`."""
+    if terms.has_kernels:
+        from .triton_rows import row_deltas
+
+        return row_deltas(out, dout, dlse)
+    wide = accumulator_of(out.dtype)
+    products = torch.where(out == 0, 0.0, dout.to(wide) * out)
+    delta = products.sum(-1).transpose(1, 2)
+    return (delta if dlse is None else delta - dlse).contiguous()
+
+
 class Attend(torch.autograd.Function):
     """`(out, lse)` of a schedule, with gradients through both.
 
@@ -270,24 +408,29 @@ class Attend(torch.autograd.Function):
         sinks: Tensor | None, schedule: Schedule, out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         extras = Extras(bias, slopes, sinks)
-        out, lse = schedule.forward(q, k, v, extras).finish(sinks)
+        # delta comes from this out. Of parts that are added up, and in the gradients of bias,
+        # slopes and sinks, it would be over the error budget rounded to 16 bits.
+        is_plain = all(x is None for x in extras) and out_dtype == q.dtype
+        dtype = out_dtype if is_plain and schedule.adds_nothing else None
+        total = schedule.forward(q, k, v, extras, dtype)
+        keeps = any(ctx.needs_input_grad)
+        rounded, (out, lse) = total.finish_as(sinks, out_dtype, keeps=keeps)
         ctx.schedule = schedule
-        # delta comes from this out; rounded to 16 bits it would be over the error budget.
+        if out is rounded and dtype is None:
+            # What is saved must stay as it is.
+            rounded = out.clone()
         ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks)
         ctx.set_materialize_grads(False)
-        return out.to(out_dtype, copy=out_dtype == out.dtype), lse
+        return rounded, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, bias, slopes, sinks = ctx.saved_tensors
-        wide = out.dtype
+        wide = lse.dtype
         if dout is None:
             dout = torch.zeros_like(out, dtype=q.dtype)
-        products = torch.where(out == 0, 0.0, dout.to(wide) * out)
-        delta = products.sum(-1).transpose(1, 2)
-        if dlse is not None:
-            delta = delta - dlse
+        delta = deltas_of(out, dout, dlse, ctx.schedule.terms)
         wanted = [
             x if x is not None and want else None
             for x, want in zip((bias, slopes), ctx.needs_input_grad[3:5], strict=True)
@@ -297,7 +440,7 @@ class Attend(torch.autograd.Function):
             for x in (q, k, v, *wanted)
         ]
         extras = Extras(bias, slopes, sinks)
-        state = Backward(q, k, v, extras, dout, lse, delta.contiguous(), *sums)
+        state = Backward(q, k, v, extras, dout, lse, delta, *sums)
         ctx.schedule.backward(state)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[5]:

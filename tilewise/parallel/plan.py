@@ -2,7 +2,8 @@
 
 Both are stored as runs of consecutive positions. Where it can, a plan makes one call for a whole
 step: local queries and keys are ascending, so causal attention stays causal, a window of stripes
-stays a window, and what is fully visible needs no positions at all. Otherwise each run of queries
+stays a window, and what is fully visible needs no positions at all. Documents dealt chunk by chunk
+are packed sequences of what is left of them. Otherwise each run of queries
 meets each run of keys as a piece of its own, with the mask itself and `q_start` and `k_start`; and
 where that would be many calls, one call takes a table of intervals over local indices.
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..core.mask import Mask
 from ..core.mask_leaves import full, intervals
 from .layout import Layout
-from .visible import as_band, as_table, local_intervals, on_device
+from .visible import as_band, as_packed, as_table, local_intervals, on_device
 
 # More pieces than this become one call with a table. A piece is a launch and a merge.
 MOST_PIECES = 8
@@ -34,7 +35,8 @@ class Call(NamedTuple):
     """Local queries `[q0, q1)` against local keys `[k0, k1)`, visible by `mask`.
 
     q_start, k_start: positions of the first query and key, where the mask counts by them; None
-    where it counts local indices.
+    where it counts local indices. edges: where packed sequences start, of queries and of keys, from
+    q0 and k0 on; the mask is then of each of them.
     """
 
     q0: int
@@ -44,6 +46,7 @@ class Call(NamedTuple):
     mask: Mask
     q_start: int | None = None
     k_start: int | None = None
+    edges: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,16 @@ class Side:
     def whole(cls, size: int) -> Side:
         runs = torch.tensor([[0, size]], device="cpu")
         return cls(torch.arange(size, device="cpu"), runs if size else runs[:0])
+
+    def halves(self) -> tuple[Side, Side]:
+        """The earlier tokens and the later ones, as many of each."""
+        middle = self.positions.numel() // 2
+        if middle == 0:
+            return Side(self.positions[:0], self.runs[:0]), self
+        edge = int(self.positions[middle])
+        front, back = self.runs.clamp(max=edge), self.runs.clamp(min=edge)
+        front, back = (x[x[:, 1] > x[:, 0]] for x in (front, back))
+        return Side(self.positions[:middle], front), Side(self.positions[middle:], back)
 
 
 @dataclass(frozen=True)
@@ -82,11 +95,14 @@ class Plan:
     """The calls of one rank for each rank's keys.
 
     calls: by source rank. hops: after how many steps of a ring no rank needs another's keys.
+    halves: the calls of the rank's own keys again, those of its earlier queries and of its later
+        ones; where nothing hops, all are among the latter.
     whole: the calls against the keys of the whole sequence, in ascending order.
     """
 
     calls: tuple[tuple[Call, ...], ...]
     hops: int
+    halves: tuple[tuple[Call, ...], tuple[Call, ...]]
     whole: tuple[Call, ...]
 
 
@@ -106,12 +122,19 @@ def make_plan(
     # One copy for all calls that take the mask as it is.
     placed = _Placed({id(here): on_device(here, B, H, size, request.device)}, request)
     if gathers:
-        return Plan((), 0, placed.all(plan_calls(here, rows, Side.whole(size), request)))
+        whole = placed.all(plan_calls(here, rows, Side.whole(size), request))
+        return Plan((), 0, ((), ()), whole)
     calls = tuple(
         placed.all(plan_calls(here, rows, Side.of(layout, source), request))
         for source in range(layout.ranks)
     )
-    return Plan(calls, _count_hops(here, layout, request), ())
+    hops = _count_hops(here, layout, request)
+    if hops == 0:
+        return Plan(calls, hops, ((), calls[rank]), ())
+    (early, late), first = rows.halves(), rows.positions.numel() // 2
+    halves = [plan_calls(here, half, rows, request) for half in (early, late)]
+    halves[1] = [call._replace(q0=call.q0 + first, q1=call.q1 + first) for call in halves[1]]
+    return Plan(calls, hops, (placed.all(halves[0]), placed.all(halves[1])), ())
 
 
 @dataclass(frozen=True)
@@ -122,7 +145,16 @@ class _Placed:
     request: Request
 
     def all(self, calls: list[Call]) -> tuple[Call, ...]:
-        return tuple(call._replace(mask=self.one(call)) for call in calls)
+        found = (call._replace(mask=self.one(call)) for call in calls)
+        return tuple(
+            call
+            if call.edges is None
+            else call._replace(edges=(self._move(call.edges[0]), self._move(call.edges[1])))
+            for call in found
+        )
+
+    def _move(self, edges: Tensor) -> Tensor:
+        return edges.to(self.request.device, non_blocking=True)
 
     def one(self, call: Call) -> Mask:
         if id(call.mask) in self.known or call.mask.key is not None:
@@ -171,6 +203,9 @@ def plan_calls(mask: Mask, rows: Side, columns: Side, request: Request) -> list[
         band = as_band(*_inside(bounds, whole), k1 - k0)
         if band is not None:
             return [Call(q0, q1, k0, k1, band)]
+        packed = as_packed(*_inside(bounds, whole), k1 - k0) if request.batch == 1 else None
+        if packed is not None:
+            return [Call(q0, q1, k0, k1, packed[0], edges=packed[1])]
     pairs = rows.runs.shape[0] * columns.runs.shape[0]
     if pairs <= (MOST_POSITIONED if request.by_position else MOST_PAIRS):
         calls = _pieces(mask, rows, columns, bounds, request)

@@ -13,7 +13,7 @@ from ..core.mask import Mask
 from ..core.mask_leaves import full
 from ..core.shapes import check_broadcastable
 from ..dense.checks import check_call
-from ..dense.choice import choose_for_pieces
+from ..dense.choice import choose_for_pieces, torch_wants_determinism
 from .agree import Memo, Signature, agree, describe_mask
 from .choice import ScheduleChoice
 from .choice import choose as choose_schedule
@@ -21,7 +21,7 @@ from .comm import Link
 from .layout import Layout
 from .masks import of_heads, tells_heads_apart
 from .numbered import Numbering
-from .pieces import OP
+from .pieces import OP, backend_of_pieces
 from .plan import Plan, Request, make_plan
 from .ulysses import HeadSwap, share_of
 from .visible import on_device
@@ -43,7 +43,7 @@ class Where(NamedTuple):
 class Given:
     """The arguments of one call on one rank. links: of its mesh or group, outer first.
 
-    scalars: scale, softcap, dropout_p. tensors: alibi_slopes, bias, sinks.
+    scalars: scale, softcap, dropout_p, is_deterministic. tensors: alibi_slopes, bias, sinks.
     """
 
     q: Tensor
@@ -93,6 +93,15 @@ class Prepared:
 
 
 _prepared: Memo[Prepared] = Memo()
+
+
+def scalars_of(
+    scale: float | None, softcap: float | None, dropout_p: float, deterministic: bool
+) -> dict[str, Any]:
+    """`Given.scalars` from a call's arguments."""
+    wanted = bool(deterministic) or torch_wants_determinism()
+    named = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+    return {**named, "is_deterministic": wanted}
 
 
 def links_of(mesh: Any, group: Any) -> tuple[Link, ...]:
@@ -229,7 +238,6 @@ def _plan(given: Given, schedule: str, mask: Mask) -> Prepared:
             numbering = Numbering(B, inner.rank, inner.ranks)
     request = Request(B, max(1, len(heads)), has_dropout or positioned, q.device)
     plan = make_plan(mask, layout, outer.rank, request, gathers=schedule == "all_gather")
-    backend = choose_for_pieces(OP, given.where.backend, q, given.k, given.v)
     return Prepared(
         schedule=schedule,
         plan=plan,
@@ -237,8 +245,7 @@ def _plan(given: Given, schedule: str, mask: Mask) -> Prepared:
         ring_layout=layout,
         swap=swap,
         is_split=not (has_dropout or tells_heads_apart(mask)),
-        # Partials are fp32, and of their backward PyTorch's fused op has no part.
-        backend="tiled(own)" if backend == "tiled" else backend,
+        backend=backend_of_pieces(OP, given.where.backend, q, given.k, given.v),
         numbering=numbering,
         kept=(given.where.mask, given.where.layout),
     )

@@ -3,7 +3,8 @@
     step   rank 0     rank 1     rank 2           Each rank computes its queries against the keys
      0     k0         k1         k2               that have arrived, while the next ones travel.
      1     k2         k0         k1               Backward, fp32 gradients of keys travel one step
-     2     k1         k2         k0               behind them and go home at the end.
+     2     k1         k2         k0               behind them and go home at the end, while the
+                                                  later half of the queries meets the own keys.
 
 A window or documents may leave nothing to see after a few hops: the ring then stops there, on all
 ranks alike. A rank's own gradients never travel.
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .comm import Link, Pending, flatten, unflatten
-from .pieces import Accumulator, Backward, Extras, Terms
+from .pieces import Accumulator, Backward, Extras, Terms, adds_nothing
 from .plan import Plan
 
 
@@ -36,8 +37,15 @@ class Ring:
     lengths: tuple[int, ...]
     terms: Terms
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Accumulator:
-        total = Accumulator.empty(q, v.shape[-1])
+    @property
+    def adds_nothing(self) -> bool:
+        own = self.plan.calls[self.link.rank]
+        return self.plan.hops == 0 and adds_nothing(own, sum(self.lengths))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, dtype: torch.dtype | None
+    ) -> Accumulator:
+        total = Accumulator(q, v.shape[-1], dtype)
         travel = _Travel(self, k, v)
         for step in range(self.plan.hops + 1):
             source, (k_now, v_now) = travel.next(step)
@@ -47,12 +55,13 @@ class Ring:
     def backward(self, state: Backward) -> None:
         rank, ranks, hops = self.link.rank, self.link.ranks, self.plan.hops
         travel = _Travel(self, state.k, state.v)
+        own = (state.k, state.v, (state.dk, state.dv))
+        early, late = self.plan.halves
         sent: Tensor | None = None
         for step in range(hops + 1):
             source, (k, v) = travel.next(step)
-            calls = self.plan.calls[source]
             if step == 0:
-                state.add(k, v, (state.dk, state.dv), calls, self.terms)
+                state.add(*own, early, self.terms)
                 continue
             arriving: Tensor | None = None
             pending = Pending([], [])
@@ -61,19 +70,24 @@ class Ring:
                 pending = self.link.exchange(
                     "dkv", (sent, (rank + 1) % ranks), (arriving, (rank - 1) % ranks)
                 )
+                self.link.give_way(sent)
             sums = state.dk.new_zeros(k.numel() + v.numel())
             dk, dv = unflatten(sums, (k.shape, v.shape))
-            state.add(k, v, (dk, dv), calls, self.terms)
+            state.add(k, v, (dk, dv), self.plan.calls[source], self.terms)
             pending.wait()
             sent = sums if arriving is None else sums.add_(arriving)
-        if sent is not None:
-            home = state.dk.new_empty(state.dk.numel() + state.dv.numel())
-            peers = ((sent, (rank - hops) % ranks), (home, (rank + hops) % ranks))
-            self.link.exchange("dkv", *peers).wait()
-            for own, part in zip(
-                (state.dk, state.dv), unflatten(home, (state.dk.shape, state.dv.shape)), strict=True
-            ):
-                own.add_(part)
+        if sent is None:
+            state.add(*own, late, self.terms)
+            return
+        home = state.dk.new_empty(state.dk.numel() + state.dv.numel())
+        peers = ((sent, (rank - hops) % ranks), (home, (rank + hops) % ranks))
+        pending = self.link.exchange("dkv", *peers)
+        self.link.give_way(sent)
+        state.add(*own, late, self.terms)
+        pending.wait()
+        parts = unflatten(home, (state.dk.shape, state.dv.shape))
+        for total, part in zip((state.dk, state.dv), parts, strict=True):
+            total.add_(part)
 
 
 class _Travel:
@@ -101,6 +115,7 @@ class _Travel:
             self.arriving = self.flat.new_empty(size)
             peers = ((self.flat, (link.rank + 1) % ranks), (self.arriving, (link.rank - 1) % ranks))
             self.pending = link.exchange("kv", *peers)
+            link.give_way(self.flat)
         return source, self.now
 
     def _shapes_of(self, source: int) -> list[tuple[int, ...]]:

@@ -123,6 +123,52 @@ def as_band(lows: Tensor, highs: Tensor, N: int) -> Mask | None:
     return window(left + right, 0, offset=right)
 
 
+def as_packed(lows: Tensor, highs: Tensor, N: int) -> tuple[Mask, tuple[Tensor, Tensor]] | None:
+    """Local intervals as sequences that are packed one after the other, or None.
+
+    Returns: the mask inside each, full or causal to its last key, and where they start and end:
+        int32 edges of queries and of keys. Some have no keys, or no queries.
+    """
+    if lows.shape[:2] != (1, 1) or lows.shape[-1] != 1:
+        return None
+    low, high = lows.flatten(), highs.flatten()
+    low = torch.where(high > low, low, -1)
+    is_first = torch.ones_like(low, dtype=torch.bool)
+    is_first[1:] = low[1:] != low[:-1]
+    first = is_first.nonzero().flatten()
+    last = torch.cat([first[1:], first.new_tensor([low.numel()])]) - 1
+    # Every row's distance from the last of its run, and what it lacks of that one's keys.
+    run = is_first.cumsum(0) - 1
+    lacking = high[last][run] - high
+    seen = low >= 0
+    missing = (last[run] - torch.arange(low.numel(), device="cpu"))[seen]
+    if not bool(lacking[seen].any()):
+        mask: Mask = full()
+    elif torch.equal(lacking[seen], missing):
+        mask = causal()
+    else:
+        return None
+    edges: tuple[list[int], list[int]] = ([0], [0])
+    for start, stop, k0, k1 in zip(
+        first.tolist(), (last + 1).tolist(), low[first].tolist(), high[last].tolist(), strict=True
+    ):
+        if k0 < 0:
+            k0 = k1 = edges[1][-1]
+        if k0 < edges[1][-1]:
+            return None
+        # Keys that nobody sees.
+        if k0 > edges[1][-1]:
+            edges[0].append(start)
+            edges[1].append(k0)
+        edges[0].append(stop)
+        edges[1].append(k1)
+    if edges[1][-1] < N:
+        edges[0].append(low.numel())
+        edges[1].append(N)
+    q_edges, k_edges = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in edges)
+    return mask, (q_edges, k_edges)
+
+
 def as_table(mask: Mask, rows: Tensor, columns: Tensor, B: int, H: int) -> Mask:
     """The mask over local indices: row m stands at `rows[m]`, key n at `columns[n]`."""
     if mask.is_exact:

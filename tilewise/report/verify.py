@@ -14,6 +14,7 @@ from torch import Tensor
 from ..catalog import Op
 from ..core.shapes import accumulator_of
 from ..core.tolerance import BudgetReport, measure_budget, measure_lse
+from ..dense.choice import torch_mode_unheeded
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = True
     try:
-        yield
+        with torch_mode_unheeded():
+            yield
     finally:
         torch.use_deterministic_algorithms(was_on, warn_only=warned)
         settings.fill_uninitialized_memory = fill

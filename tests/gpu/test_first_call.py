@@ -1,0 +1,36 @@
+"""A first call compiles the kernels of a backward side by side."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import tilewise as tw
+from tests.gpu.common import are_equal, attention, qkv, run
+
+
+def test_kernels_of_a_backward_compile_side_by_side(tmp_path: Path) -> None:
+    compiled: dict[str, list[threading.Thread]] = {}
+
+    def listen(src: Any, **_: Any) -> None:
+        compiled.setdefault(src.fn.__name__, []).append(threading.current_thread())
+
+    # Head dims that no other test has, so that nothing is compiled yet.
+    leaves = qkv(1, 200, 200, D=104, E=40, dtype=torch.float16)
+    with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        triton.knobs.compilation.listener = listen
+        first = run(lambda q, k, v: attention(q, k, v, mask=tw.causal()), leaves)
+        names = [name for name in compiled if "bwd_keys" in name or "bwd_rows" in name]
+        assert len(names) == 2
+        threads = [thread for name in names for thread in compiled[name]]
+        assert len(set(threads)) == len(threads)
+        assert threading.main_thread() not in threads
+        compiled.clear()
+        again = run(lambda q, k, v: attention(q, k, v, mask=tw.causal()), leaves)
+    assert not compiled
+    assert are_equal(first, again)

@@ -1,0 +1,49 @@
+"""TMA descriptors of the hopper kernels' tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from ..kernels.gluon import TensorDescriptor, gl
+
+
+@lru_cache
+def tile_layout(dim: int) -> Any:
+    return gl.NVMMASharedLayout(min(2 * dim, 128), 16, rank=4)
+
+
+def one_key(x: Tensor) -> Tensor:
+    """x, or one key that nobody sees: a descriptor has no dim of 0."""
+    return x if x.shape[1] else x.new_zeros((x.shape[0], 1, *x.shape[2:]))
+
+
+def spread(x: Tensor) -> Tensor:
+    """x, or a copy where it repeats itself in memory: a TMA descriptor has no stride of 0."""
+    repeats = any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if repeats else x
+
+
+def describe(x: Tensor, block: list[int], layout: Any) -> Any:
+    """Of `[B, M, H, D]`, with coordinates (batch, head, row, column)."""
+    B, M, H, D = x.shape
+    # The stride of a dim of one may be anything, also what no descriptor takes.
+    b, m, h = (s if n > 1 else D for n, s in zip(x.shape[:3], x.stride(), strict=False))
+    return TensorDescriptor(x, [B, H, M, D], [b, h, m, 1], block, layout)
+
+
+def describe_tiles(x: Tensor, rows: int, columns: int) -> Any:
+    """The same, of tiles `[rows, columns]`; TMA fills up with zeros, and stores what there is."""
+    return describe(x, [1, 1, rows, columns], tile_layout(columns))
+
+
+@lru_cache
+def _flat_layout(rank: int) -> Any:
+    return gl.NVMMASharedLayout(0, 32, rank=rank)
+
+
+def describe_numbers(x: Tensor, block: list[int]) -> Any:
+    """Of fp32 `x`, contiguous, one or two dims, in blocks that lie in memory as they come."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _flat_layout(len(block)))
