@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import linear as linear
     from .core.backends import BackendChoice as BackendChoice
     from .core.mask import Mask as Mask
     from .core.mask_bits import blocks as blocks
@@ -56,11 +57,14 @@ _HOME = {
     **dict.fromkeys(_DENSE.split(), "dense.api"),
     **dict.fromkeys(_PARALLEL.split(), "parallel.api"),
 }
-__all__ = ["__version__", *sorted(_HOME)]
+_MODULES = ("linear",)
+__all__ = ["__version__", *_MODULES, *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported at first use, so that `import tilewise` costs nothing."""
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")

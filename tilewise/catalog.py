@@ -55,6 +55,21 @@ def _dense(name: str) -> Op:
     )
 
 
+def _linear(name: str, paper: str) -> Op:
+    return Op(
+        name=f"linear.{name}",
+        public=f"linear.api:{name}",
+        run="linear.budget:run",
+        exact="linear.budget:exact",
+        eager="linear.budget:eager",
+        floors="linear.budget:floors",
+        cases="linear.cases:cases",
+        takes="linear.budget:takes",
+        backends=("tiled", "recurrent", "triton"),
+        paper=paper,
+    )
+
+
 OPS: tuple[Op, ...] = (
     _dense("attention"),
     _dense("attention_partial"),
@@ -72,4 +87,11 @@ OPS: tuple[Op, ...] = (
         backends=("torch",),
         paper="FlashAttention, arXiv 2205.14135, algorithm 1",
     ),
+    _linear("linear_attention", "Transformers are RNNs, arXiv 2006.16236"),
+    _linear("retention", "Retentive Network, arXiv 2307.08621"),
+    _linear("simple_gla", "Mamba 2, arXiv 2405.21060"),
+    _linear("gla", "Gated linear attention, arXiv 2312.06635"),
+    _linear("delta_rule", "DeltaNet, arXiv 2406.06484"),
+    _linear("gated_delta_rule", "Gated DeltaNet, arXiv 2412.06464"),
+    _linear("kda", "Kimi Linear, arXiv 2510.26692"),
 )

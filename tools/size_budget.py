@@ -41,6 +41,9 @@ TESTS = ("tests",)
 # (path or folder, start of the function's name): why
 GIVEN_SIGNATURES = {
     ("tilewise/dense/api.py", "attention"): "the public op: one keyword per part of the formula",
+    ("tilewise/linear/api.py", "delta_rule"): "the public op: one keyword per part of the formula",
+    ("tilewise/linear/api.py", "gated_delta_rule"): "the same",
+    ("tilewise/linear/api.py", "kda"): "the same",
     ("tilewise/parallel/", "context_parallel_"): "the same, and where the tokens are",
     ("tilewise/parallel/", "explain_schedule"): "those of the call that it explains",
     ("tilewise/flash_attn/", "flash_attn_"): "flash-attn's own argument names",

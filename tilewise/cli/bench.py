@@ -36,8 +36,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=["parallel"],
-        help="parallel: context parallelism, its pieces, its schedules over ranks, its plan",
+        choices=["linear", "parallel"],
+        help="linear: linear attention's ops; parallel: context parallelism, its pieces, its "
+        "schedules over ranks, its plan",
     )
     parser.add_argument("--ranks", help="parallel: how many, some with commas")
     parser.add_argument(
@@ -77,6 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
         from . import bench_parallel
 
         return bench_parallel.run(arguments, device)
+    if arguments.what == "linear":
+        from . import bench_linear
+
+        return bench_linear.run(arguments, device)
     if arguments.ranks is not None:
         raise UsageError(f"{COMMAND}: --ranks is for tilewise bench parallel.")
     if arguments.trace is not None:

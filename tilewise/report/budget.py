@@ -38,6 +38,14 @@ QUICK_CASES: Mapping[str, Collection[str]] = {
     "attention_varlen": ("causal", "softcap, ALiBi [B, H]", "used lengths, sinks, dropout"),
     "attention_varlen_partial": ("window(7, 2)", "bias [1, H, M, N]"),
     "merge": ("two", "five", "packed"),
+    **dict.fromkeys(
+        ("linear.linear_attention", "linear.retention", "linear.delta_rule"),
+        ("three chunks", "packed, one empty"),
+    ),
+    **dict.fromkeys(
+        ("linear.simple_gla", "linear.gla", "linear.gated_delta_rule", "linear.kda"),
+        ("three chunks", "packed, one empty", "gates of 0 and -50"),
+    ),
 }
 
 

@@ -1,0 +1,178 @@
+"""Linear attention as PyTorch knows it: schemas, fake kernels, dispatch to a backend, autograd.
+
+One pair of ops serves every member of the family: a gate of one number or of D numbers a head or
+none, a beta or none.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.shapes import accumulator_of
+from .choice import choose
+from .inputs import Inputs
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, "
+    "Tensor? cu_seqlens, float scale, str backend"
+)
+
+# Steps of a chunk in plain torch.
+_CHUNKS = {"recurrent": 1, "tiled": 64}
+
+library = torch.library.Library("tilewise", "FRAGMENT")
+library.define(f"linear_fwd({_INPUTS}) -> (Tensor out, Tensor final_state)")
+library.define(
+    f"linear_bwd(Tensor dout, Tensor dstate, {_INPUTS}, bool[] wanted)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dinitial_state)"
+)
+
+
+def _linear_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, backend = Inputs(*arguments[:-1]), arguments[-1]
+    check_contents(inputs)
+    match choose("linear", backend, inputs):
+        case "triton":
+            from . import triton_forward
+
+            return triton_forward.linear_fwd(inputs)
+        case name:
+            from . import tiled
+
+            # What autocast is for has been done to q, k and v.
+            with torch.autocast(inputs.q.device.type, enabled=False):
+                out, state = tiled.linear_tiled(inputs, _CHUNKS[name])
+    # An op's outputs may not be its inputs.
+    return out, state.clone() if state is inputs.initial_state else state
+
+
+def _linear_bwd(dout: Tensor, dstate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    inputs, backend, wanted = Inputs(*rest[:8]), rest[8], rest[9]
+    match choose("linear", backend, inputs):
+        case "triton":
+            from . import triton_backward
+
+            return triton_backward.linear_bwd(dout, dstate, inputs, wanted)
+        case name:
+            return _recomputed(dout, dstate, inputs, name, wanted)
+
+
+def _recomputed(
+    dout: Tensor, dstate: Tensor, inputs: Inputs, name: str, wanted: list[bool]
+) -> tuple[Tensor, ...]:
+    """Gradients of a form in plain torch, which is run again under autograd."""
+    from . import tiled
+
+    no_autocast = torch.autocast(inputs.q.device.type, enabled=False)
+    with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad(), no_autocast:
+        # Below a dispatch mode, such as a counter of flops, autograd is switched off.
+        for key in ("AutogradFunctionality", "ADInplaceOrView"):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(
+                getattr(torch._C.DispatchKey, key), False
+            )
+        leaves = inputs.map(lambda x: x.detach().requires_grad_())
+        out, state = tiled.linear_tiled(leaves, _CHUNKS[name])
+    asked = [x for x, want in zip(leaves.tensors, wanted, strict=True) if want and x is not None]
+    results = [(x, dx) for x, dx in ((out, dout), (state, dstate)) if x.requires_grad]
+    outs, upstream = zip(*results, strict=True)
+    found = iter(torch.autograd.grad(outs, asked, upstream, allow_unused=True))
+    gradients = []
+    for x, want in zip(leaves.tensors, wanted, strict=True):
+        dx = next(found) if want and x is not None else None
+        if x is None or not want:
+            dx = dout.new_empty(0)
+        gradients.append(torch.zeros_like(x) if dx is None and x is not None else dx)
+    return tuple(gradients)  # type: ignore[arg-type]
+
+
+def check_contents(inputs: Inputs) -> None:
+    """Check what bounds hold: always on the CPU, elsewhere if TILEWISE_CHECK=1 (syncs)."""
+    bounds = inputs.cu_seqlens
+    if bounds is None or (bounds.device.type != "cpu" and os.environ.get("TILEWISE_CHECK") != "1"):
+        return
+    total = inputs.q.shape[0]
+    values = bounds.tolist()
+    if values[0] != 0:
+        raise ValueError(f"linear: cu_seqlens must start at 0, got {values[0]}.")
+    if any(b < a for a, b in pairwise(values)):
+        raise ValueError(f"linear: cu_seqlens must never fall, got {values[:8]}.")
+    if values[-1] > total:
+        raise ValueError(
+            f"linear: cu_seqlens ends at {values[-1]}, but only {total} tokens are stored."
+        )
+
+
+# ---------------------------------------------------------------- fake kernels
+
+
+def _linear_fwd_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs = Inputs(*arguments[:-1])
+    state = inputs.v.new_empty(inputs.state_shape, dtype=accumulator_of(inputs.v.dtype))
+    return inputs.v.new_empty(inputs.v.shape), state
+
+
+def _linear_bwd_fake(dout: Tensor, dstate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    inputs, wanted = Inputs(*rest[:8]), rest[9]
+    return tuple(
+        x.new_empty(x.shape) if x is not None and want else dout.new_empty(0)
+        for x, want in zip(inputs.tensors, wanted, strict=True)
+    )
+
+
+for _name, _implementation, _fake in (
+    ("linear_fwd", _linear_fwd, _linear_fwd_fake),
+    ("linear_bwd", _linear_bwd, _linear_bwd_fake),
+):
+    library.impl(_name, torch.no_grad()(_implementation), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)
+
+
+# ---------------------------------------------------------------- autograd
+
+
+class Linear(torch.autograd.Function):
+    """`(out, final_state)` with gradients for every tensor but the bounds. Only inputs are saved:
+    states and what chunks prepare are made again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: str, scale: float, *tensors: Tensor | None) -> Any:
+        ctx.save_for_backward(*tensors)
+        ctx.backend, ctx.scale = backend, scale
+        return torch.ops.tilewise.linear_fwd(*tensors, scale, backend)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dstate: Tensor) -> Any:
+        tensors = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[2:8])
+        with torch.no_grad():
+            gradients = torch.ops.tilewise.linear_bwd(
+                dout, dstate, *tensors, ctx.scale, ctx.backend, wanted
+            )
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            inputs = (dout, dstate, *tensors)
+            gradients = _FirstDerivative.apply(len(inputs), *inputs, *gradients)
+        kept = [
+            dx if want and x is not None else None
+            for x, dx, want in zip(tensors, gradients, wanted, strict=False)
+        ]
+        return (None, None, *kept, None)
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """Marks gradients as functions of their inputs whose own derivative is refused, not 0."""
+
+    @staticmethod
+    def forward(ctx: Any, n_inputs: int, *tensors: Tensor | None) -> Any:
+        return tuple(x.view_as(x) for x in tensors[n_inputs:] if x is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        raise NotImplementedError(
+            "linear: second derivatives are not implemented on this backend; "
+            "backend='reference' has them."
+        )

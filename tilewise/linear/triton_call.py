@@ -1,0 +1,149 @@
+"""One call as the stages' kernels take it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.launch import Config, architecture_of, launch
+from ..kernels.structs import Operand, absent, code
+from .chunks import Table, chunk_table
+from .config import CHUNK, Key, power_of_two, stage_config
+from .inputs import Inputs
+from .stages.structs import Build, Call, Place, Prepared
+
+_NONE = (None,) * 4
+
+
+class LinearCall:
+    """Arguments, buffers and launches that forward and backward share.
+
+    Buffers of chunks are by slot and head, contiguous: `[slots, H, ...]`.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.device = inputs.q.device
+        self.dtype = inputs.q.dtype
+        self.B, self.H, self.D, self.E = inputs.state_shape
+        self.group = self.H // inputs.q.shape[-2]
+        self.tokens = inputs.q.shape[-3]
+        self.rows = inputs.q.shape[0] if inputs.cu_seqlens is None else 1
+        self.gate = 0 if inputs.g is None else 2 if inputs.has_vector_gate else 1
+        self.has_delta = inputs.beta is not None
+        self.table: Table | None = None
+        self.n_chunks = -(-self.tokens // CHUNK)
+        if inputs.cu_seqlens is not None:
+            self.table = chunk_table(inputs.cu_seqlens, self.tokens, CHUNK)
+            self.slots = int(self.table.start.shape[0])
+        else:
+            self.slots = self.rows * self.n_chunks
+        architecture = architecture_of(self.device)
+        self.config = stage_config(
+            Key(
+                self.dtype, self.D, self.E, self.gate, self.has_delta, architecture,
+                self.B * self.H,
+            )
+        )  # fmt: skip
+        self.build = Build(
+            CHUNK, self.D, self.E, self.config.block_d, self.config.block_e, self.gate,
+            self.has_delta, *self._precisions(architecture),
+        )  # fmt: skip
+
+    def _precisions(self, architecture: str) -> tuple[str, str]:
+        if architecture == "interpreter":
+            return "interpreted", "interpreted"
+        if self.dtype != torch.float32:
+            return "ieee", "bf16"
+        return ("tf32x3",) * 2 if architecture.startswith("sm_") else ("ieee",) * 2
+
+    @cached_property
+    def call(self) -> Call:
+        table = self.table
+        tensors = (table.start, table.length, table.first_slot, table.chunks) if table else _NONE
+        sizes = (self.n_chunks, self.tokens, self.H, self.group)
+        place = Place(*tensors, *map(code, sizes))
+        x = self.inputs
+        return Call(
+            place, self.operand(x.q), self.operand(x.k), self.operand(x.v),
+            self.operand(x.g) if self.gate == 2 else self.numbers(x.g), self.numbers(x.beta),
+            x.scale,
+        )  # fmt: skip
+
+    def operand(self, x: Tensor | None) -> Operand:
+        """Rows `[B, M, heads, dim]` or packed, last dim contiguous."""
+        if x is None:
+            return absent(Operand)
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            x = x.contiguous()
+        if 1 in x.stride()[:-1]:
+            # Triton makes a constant of an int that is 1, and loses it in a tuple inside a loop.
+            x = torch.nn.functional.pad(x, (0, 1))[..., :1]
+        batch = x.stride(0) if x.dim() == 4 else 0
+        return Operand(x, batch, x.stride(-3), x.stride(-2))
+
+    def numbers(self, x: Tensor | None) -> Operand:
+        """Numbers `[B, M, heads]` or packed; strides are coded."""
+        if x is None:
+            return absent(Operand)
+        batch = x.stride(0) if x.dim() == 3 else 0
+        return Operand(x, code(batch), code(x.stride(-2)), code(x.stride(-1)))
+
+    @property
+    def initial(self) -> Tensor:
+        """Zeros where none is given: one binary serves both."""
+        return self.inputs.state_or_zeros().contiguous()
+
+    def new_state(self) -> Tensor:
+        return torch.empty(self.inputs.state_shape, dtype=torch.float32, device=self.device)
+
+    @property
+    def n_slices(self) -> int:
+        """Programs that share a head's state."""
+        return -(-self.E // self.config.slice_e)
+
+    def buffer(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(
+            self.slots, self.H, *shape, dtype=dtype or self.dtype, device=self.device
+        )
+
+    def rows_like(self, x: Tensor) -> Tensor:
+        return self.new_rows(x.shape, x.dtype)
+
+    def new_rows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """For results by token. Those of tokens of no sequence are 0, which nothing writes."""
+        make = torch.empty if self.table is None else torch.zeros
+        # No row of one number: see `operand`.
+        rows = make((*shape[:-1], max(2, shape[-1])), dtype=dtype, device=self.device)
+        return rows[..., : shape[-1]]
+
+    def prepared(self) -> Prepared:
+        delta, scalar, vector = self.has_delta, self.gate == 1, self.gate == 2
+        wide = torch.float32
+        C, D = CHUNK, self.D
+        return Prepared(
+            scores=self.buffer(C, C),
+            inverse=self.buffer(C, C, dtype=wide) if delta else None,
+            reached=self.buffer(C, dtype=wide) if scalar else None,
+            left=self.buffer(C, dtype=wide) if scalar else None,
+            total=self.buffer(D if vector else 1, dtype=wide) if scalar or vector else None,
+            q=self.buffer(C, D) if vector else None,
+            seen=self.buffer(C, D) if vector and delta else None,
+            k=self.buffer(C, D) if vector else None,
+        )
+
+    def launch_chunks(self, kernel: Any, config: Config, *arguments: Any) -> None:
+        """A program for each slot and head."""
+        grid = (self.slots * self.H, 1, 1)
+        launch(kernel, grid, config, (*arguments, self.build), self.device)
+
+    def launch_states(self, kernel: Any, *arguments: Any) -> None:
+        """A program for each sequence, head and slice of E."""
+        tiles = power_of_two(self.D), self.config.slice_e, self.build
+        config: Config = self.config.states
+        grid = (self.B * self.H * self.n_slices, 1, 1)
+        launch(kernel, grid, config, (*arguments, *tiles), self.device)
