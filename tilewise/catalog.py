@@ -17,7 +17,7 @@ class Op:
     public: the function users call. run, exact, eager: its three forms on a `Case`.
     floors: the fp32 rounding of what cancels in its gradients. cases: `(op, dtype, device)` to a
     list of `Case`. takes: `(case, backend)`, whether the backend does what a case asks for.
-    backends: those that `run` is verified on.
+    backends: those that `run` is verified on. has_gradients: False for ops of inference.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Op:
     takes: str
     backends: tuple[str, ...]
     paper: str
+    has_gradients: bool = True
 
     def load(self, role: str) -> Any:
         """The function behind one of the dotted names."""
@@ -55,6 +56,22 @@ def _dense(name: str) -> Op:
     )
 
 
+def _cached(name: str) -> Op:
+    return Op(
+        name=name,
+        public=f"decode.api:{name}",
+        run="decode.budget:run",
+        exact="decode.budget:exact",
+        eager="decode.budget:eager",
+        floors="decode.budget:floors",
+        cases="decode.cases:cases",
+        takes="decode.budget:takes",
+        backends=("tiled", "triton"),
+        paper="PagedAttention, arXiv 2309.06180",
+        has_gradients=False,
+    )
+
+
 OPS: tuple[Op, ...] = (
     _dense("attention"),
     _dense("attention_partial"),
@@ -72,4 +89,6 @@ OPS: tuple[Op, ...] = (
         backends=("torch",),
         paper="FlashAttention, arXiv 2205.14135, algorithm 1",
     ),
+    _cached("attention_with_cache"),
+    _cached("attention_with_cache_partial"),
 )

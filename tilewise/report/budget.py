@@ -38,6 +38,14 @@ QUICK_CASES: Mapping[str, Collection[str]] = {
     "attention_varlen": ("causal", "softcap, ALiBi [B, H]", "used lengths, sinks, dropout"),
     "attention_varlen_partial": ("window(7, 2)", "bias [1, H, M, N]"),
     "merge": ("two", "five", "packed"),
+    "attention_with_cache": (
+        "one query, pages of 16",
+        "window(20, 0)",
+        "tree",
+        "left padding",
+        "float8, token scales, pages",
+    ),
+    "attention_with_cache_partial": ("mixed batch, window, sinks", "ALiBi [B, H], softcap"),
 }
 
 
