@@ -110,7 +110,9 @@ def attention_with_cache_partial(
     call = make_call(op, q, cache, mask, terms, cu_seqlens_q, max_seqlen_q, splits)
     dtype = q.dtype if out_dtype is None else out_dtype
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"{op}: out_dtype must be a floating dtype of 16 bits or more, got {dtype!r}.")
+        raise ValueError(
+            f"{op}: out_dtype must be a floating dtype of 16 bits or more, got {dtype!r}."
+        )
     return _attend(op, call, backend, dtype, check, wants_lse=True)
 
 

@@ -85,9 +85,7 @@ def _check(
     tensors: dict[str, Any] = {"k": k, "v": v, "cache": cache.k, "cu_seqlens": cu_seqlens}
     for name in ("k", "v"):
         if not isinstance(tensors[name], Tensor):
-            raise ValueError(
-                f"{_OP}: {name} must be a tensor, got {type(tensors[name]).__name__}."
-            )
+            raise ValueError(f"{_OP}: {name} must be a tensor, got {type(tensors[name]).__name__}.")
     B, (_, _, G, D), E = cache.B, cache.k.shape, cache.v.shape[3]
     rows = f"{B} L" if cu_seqlens is None else "T"
     spec = {"k": f"{rows} {G} {D}", "v": f"{rows} {G} {E}"}

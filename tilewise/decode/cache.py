@@ -68,9 +68,7 @@ class KVCache:
         check_same_device(op, tensors)
         for name in ("lengths", "block_table", "batch_index", "starts"):
             if name in tensors and tensors[name].dtype not in _INDEX:
-                raise ValueError(
-                    f"{op}: {name} must be int32 or int64, got {tensors[name].dtype}."
-                )
+                raise ValueError(f"{op}: {name} must be int32 or int64, got {tensors[name].dtype}.")
         if self.k.dtype != self.v.dtype or self.k.dtype not in (*COMPUTE_DTYPES, *FLOAT8):
             raise ValueError(
                 f"{op}: k and v must share one floating dtype, got {self.k.dtype} and "

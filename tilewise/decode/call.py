@@ -135,9 +135,7 @@ def check_contents(op: str, call: CacheCall) -> None:
 
 def _check_dtypes(op: str, q: Tensor, cache: KVCache) -> None:
     if q.dtype not in COMPUTE_DTYPES:
-        raise ValueError(
-            f"{op}: q must be float16, bfloat16, float32 or float64, got {q.dtype}."
-        )
+        raise ValueError(f"{op}: q must be float16, bfloat16, float32 or float64, got {q.dtype}.")
     if cache.k.dtype not in FLOAT8 and cache.k.dtype != q.dtype:
         raise ValueError(
             f"{op}: q must have the cache's dtype {cache.k.dtype}, got {q.dtype}; cast q, or make "
@@ -145,9 +143,7 @@ def _check_dtypes(op: str, q: Tensor, cache: KVCache) -> None:
         )
 
 
-def _check_terms(
-    op: str, terms: dict[str, Any], H: int, cache: KVCache, M: int | None
-) -> Terms:
+def _check_terms(op: str, terms: dict[str, Any], H: int, cache: KVCache, M: int | None) -> Terms:
     scale = cache.k.shape[3] ** -0.5 if terms["scale"] is None else terms["scale"]
     softcap = terms["softcap"]
     # What fp32 cannot hold is refused, not rounded to inf.
@@ -177,4 +173,3 @@ def _check_terms(
         sizes = {"B": cache.B, "H": H, "M": rows if M is None else M, "capacity": cache.capacity}
         bias = check_broadcastable(op, "bias", bias, sizes)
     return Terms(float(scale), softcap, terms["alibi_slopes"], bias, terms["sinks"])
-

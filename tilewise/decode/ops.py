@@ -21,9 +21,7 @@ _REST = (
 )
 
 library = torch.library.Library("tilewise", "FRAGMENT")
-library.define(
-    f"attention_with_cache_fwd(Tensor(a!) out, Tensor(b!) lse, Tensor q, {_REST}) -> ()"
-)
+library.define(f"attention_with_cache_fwd(Tensor(a!) out, Tensor(b!) lse, Tensor q, {_REST}) -> ()")
 
 
 class Arguments(NamedTuple):
@@ -70,9 +68,7 @@ def flatten(call: CacheCall) -> Arguments:
 
 def _call_of(q: Tensor, x: Arguments) -> CacheCall:
     """The call put together again."""
-    cache = KVCache(
-        x.k, x.v, x.lengths, x.block_table, x.batch_index, None, x.k_scale, x.v_scale
-    )
+    cache = KVCache(x.k, x.v, x.lengths, x.block_table, x.batch_index, None, x.k_scale, x.v_scale)
     mask = raise_mask(x.mask_flags or [], x.mask_ints or [], x.mask_tensors or [])
     terms = Terms(x.scale, x.softcap, x.alibi_slopes, x.bias, x.sinks)
     splits = Splits(None if x.num_splits < 0 else x.num_splits, x.batch_invariant)
@@ -90,6 +86,10 @@ def _fwd(out: Tensor, lse: Tensor, q: Tensor, *rest: Any) -> None:
             out.copy_(exact.out)
             if lse.numel():
                 lse.copy_(exact.lse)
+        case "triton":
+            from . import triton_call
+
+            triton_call.cache_attention_fwd(call, out, lse)
         case _:
             from .tiled import cache_attention_fwd
 

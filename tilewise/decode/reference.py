@@ -50,13 +50,13 @@ def read_sequence(cache: KVCache, name: str, b: int, dtype: torch.dtype) -> Tens
     return found.to(storage.device, dtype)
 
 
-def _attend(
-    call: CacheCall, form: Callable[[Piece], Partial], dtype: torch.dtype
-) -> Partial:
+def _attend(call: CacheCall, form: Callable[[Piece], Partial], dtype: torch.dtype) -> Partial:
     cache, (B, H) = call.cache, (call.cache.B, call.q.shape[-2])
     keys = [read_sequence(cache, "k", b, dtype) for b in range(B)]
     values = [read_sequence(cache, "v", b, dtype) for b in range(B)]
-    nothing = [torch.zeros(0, *x.shape[2:], dtype=dtype, device=x.device) for x in (cache.k, cache.v)]
+    nothing = [
+        torch.zeros(0, *x.shape[2:], dtype=dtype, device=x.device) for x in (cache.k, cache.v)
+    ]
     k, v = torch.cat([nothing[0], *keys]), torch.cat([nothing[1], *values])
     ends = torch.tensor([0, *(x.shape[0] for x in keys)], device=call.q.device).cumsum(0)
     q = call.q if call.is_packed else call.q.flatten(0, 1)

@@ -146,9 +146,7 @@ def _attend(
     for n0 in edges:
         n1 = min(stop, n0 + step)
         k, v = (_read(cache, name, ids, n0, n1, q.dtype) for name in "kv")
-        at = CachePositions(
-            b, H, M, n1 - n0, seqused_q=used_q, ids=ids, used=used, key_first=n0
-        )
+        at = CachePositions(b, H, M, n1 - n0, seqused_q=used_q, ids=ids, used=used, key_first=n0)
         terms = call.terms
         if terms.bias is not None:
             bias = terms.bias if terms.bias.shape[0] == 1 else terms.bias[ids]
@@ -175,9 +173,7 @@ def _is_in_place(call: CacheCall, ids: Tensor) -> bool:
     return is_plain and cache.k.dtype not in FLOAT8 and ids.shape[0] == cache.B
 
 
-def _read(
-    cache: KVCache, name: str, ids: Tensor, n0: int, n1: int, dtype: torch.dtype
-) -> Tensor:
+def _read(cache: KVCache, name: str, ids: Tensor, n0: int, n1: int, dtype: torch.dtype) -> Tensor:
     """Slots `[n0, n1)` of sequences ids, `[b, n, G, X]`: a view where they lie so.
 
     dtype: of q; float8 comes as what it stands for, in fp32 or fp64.
