@@ -48,9 +48,7 @@ _DENSE = (
     "attention attention_partial attention_partial_backward attention_varlen "
     "attention_varlen_partial explain_backend"
 )
-_DECODE = (
-    "KVCache Rotary attention_with_cache attention_with_cache_partial explain_cache_backend"
-)
+_DECODE = "KVCache Rotary attention_with_cache attention_with_cache_partial explain_cache_backend"
 _PARALLEL = "context_parallel_attention context_parallel_attention_partial explain_schedule"
 _HOME = {
     "BackendChoice": "core.backends",

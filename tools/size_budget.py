@@ -41,6 +41,7 @@ TESTS = ("tests",)
 # (path or folder, start of the function's name): why
 GIVEN_SIGNATURES = {
     ("tilewise/dense/api.py", "attention"): "the public op: one keyword per part of the formula",
+    ("tilewise/decode/api.py", "attention_with_cache"): "the same, over a cache",
     ("tilewise/parallel/", "context_parallel_"): "the same, and where the tokens are",
     ("tilewise/parallel/", "explain_schedule"): "those of the call that it explains",
     ("tilewise/flash_attn/", "flash_attn_"): "flash-attn's own argument names",

@@ -370,9 +370,9 @@ def tree(bits: Tensor) -> Mask:
     """A tree of drafted tokens behind a text that all of them see (speculative decoding).
 
     Args:
-        bits: int32 or int64, `[M]` or `[B or 1, M]`, at most 32 or 64 queries: bit j of `bits[b, i]`
-            lets query i see the key of query j. The queries' own keys are the last M; all keys
-            before them are visible. A token sees itself only where its own bit says so.
+        bits: int32 or int64, `[M]` or `[B or 1, M]`, at most 32 or 64 queries: bit j of
+            `bits[b, i]` lets query i see the key of query j. The queries' own keys are the last
+            M; all keys before them are visible. A token sees itself only where its bit says so.
     """
     _check_integer("tree", bits)
     width = 32 if bits.dtype == torch.int32 else 64

@@ -53,7 +53,7 @@ def _call(case: Case, tensors: dict[str, Tensor]) -> CacheCall:
         case.op, case.tensors["q"], options["cache"], options.get("mask", full()), terms,
         options.get("cu_seqlens_q"), options.get("max_seqlen_q"), splits,
     )  # fmt: skip
-    own = {name: tensors[name].detach() for name in names if name in tensors}
+    own: dict[str, Any] = {name: tensors[name].detach() for name in names if name in tensors}
     if "bias" in own and call.terms.bias is not None:
         own["bias"] = own["bias"].reshape(call.terms.bias.shape)
     return replace(call, q=tensors["q"].detach(), terms=replace(call.terms, **own))

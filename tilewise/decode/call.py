@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ def check_contents(op: str, call: CacheCall) -> None:
             f"{op}: cu_seqlens_q must start at 0, never fall and end within the "
             f"{call.q.shape[0]} packed queries, got {values[:8]}."
         )
-    longest = max((b - a for a, b in zip(values, values[1:], strict=False)), default=0)
+    longest = max((b - a for a, b in pairwise(values)), default=0)
     if call.max_seqlen_q is not None and longest > call.max_seqlen_q:
         raise ValueError(
             f"{op}: max_seqlen_q is {call.max_seqlen_q}, but a sequence has {longest} queries."

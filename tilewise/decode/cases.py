@@ -27,6 +27,9 @@ class Shape(NamedTuple):
     E: int = 16
 
 
+_SHAPE = Shape()
+
+
 @dataclass(frozen=True)
 class Recipe:
     """lengths: of each sequence. queries: the same number for all, or one for each (packed).
@@ -38,7 +41,7 @@ class Recipe:
     queries: int | tuple[int, ...] = 1
     mask: Callable[[], Mask] = causal
     lengths: tuple[int, ...] = (149, 64, 1, 0)
-    shape: Shape = Shape()
+    shape: Shape = _SHAPE
     page: int | None = None
     layout: str = "plain"
     storage: torch.dtype | None = None

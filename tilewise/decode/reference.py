@@ -1,8 +1,8 @@
 """Attention over a cache as its formula: the fp64 oracle and the eager form of the error budget.
 
-Every sequence's keys are read slot by slot, `k[n] = K[table[b, n // P], n % P]` times its scale, and
-put one behind the other; the rest is `tilewise.dense.reference` over packed sequences, whose query m
-stands at key `m + N_b - M_b`.
+Every sequence's keys are read slot by slot, `k[n] = K[table[b, n // P], n % P]` times its scale,
+and put one behind the other; the rest is `tilewise.dense.reference` over packed sequences, whose
+query m stands at key `m + N_b - M_b`.
 """
 
 from __future__ import annotations

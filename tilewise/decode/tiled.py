@@ -1,4 +1,4 @@
-"""Attention over a cache in plain torch: pieces of its keys through the dense tiled forward, merged.
+"""Attention over a cache in plain torch: pieces of its keys through the dense forward, merged.
 
 A contiguous cache in q's dtype is read where it lies, in one piece; pages, other rows and float8
 are gathered `CHUNK` slots at a time, so that memory stays bounded. Packed queries are taken in
@@ -106,12 +106,12 @@ def cache_attention_fwd(call: CacheCall, out: Tensor, lse: Tensor) -> None:
             lse[:, at[own]] = part.lse.transpose(1, 2)[own].T
             continue
         # Rows past a sequence's own all go to one more row, which is cut off.
-        rows = torch.where(own, at, call.q.shape[0]).flatten()
-        wide = torch.cat([out, out[:1]]).index_copy_(0, rows, part.out.flatten(0, 1))
-        out.copy_(wide[:-1])
-        wide = torch.cat([lse, lse[:, :1]], 1)
-        wide.index_copy_(1, rows, part.lse.transpose(0, 1).flatten(1))
-        lse.copy_(wide[:, :-1])
+        targets = torch.where(own, at, call.q.shape[0]).flatten()
+        longer: Tensor = torch.cat([out, out[:1]]).index_copy_(0, targets, part.out.flatten(0, 1))
+        out.copy_(longer[:-1])
+        longer = torch.cat([lse, lse[:, :1]], 1)
+        longer.index_copy_(1, targets, part.lse.transpose(0, 1).flatten(1))
+        lse.copy_(longer[:, :-1])
 
 
 def _batches(call: CacheCall, counts: Tensor) -> list[tuple[Tensor, int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from ..core.mask_leaves import Tree
 from ..dense.triton_call import TritonCall, cut_dim
 from ..kernels.launch import Config, architecture_of, launch
 from ..kernels.placement import FAR as _FAR
-from ..kernels.structs import Bias, Operand, ScoreTerms, Slopes, Statistics, absent, code
+from ..kernels.structs import Bias, ScoreTerms, Slopes, Statistics, absent, code
 from .cache import FLOAT8
 from .call import CacheCall
 from .config import FIXED_PART, Key, SplitConfig, block_rows, split_config
@@ -250,7 +249,7 @@ def cache_attention_fwd(call: CacheCall, out: Tensor, lse: Tensor) -> None:
     cache, q = call.cache, ready.q
     if q.numel() == 0:
         return
-    target = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    target = out if out.stride(-1) == 1 else out.new_empty(out.shape)
     rows = target if target.dim() == 4 else target.unsqueeze(0)
     statistics = absent(Statistics)
     if lse.numel():

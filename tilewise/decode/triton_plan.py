@@ -84,7 +84,7 @@ class CacheBuild(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The units of a sequence (of one kv head): how many, the quanta of each, its first key tile."""
+    """A sequence's units, of one kv head: how many, the quanta of each, its first key tile."""
 
     n_units: Any
     quanta: Any
