@@ -106,7 +106,7 @@ _TESTED = {
     "091": "packed decode with sequences x heads of 72,000 (dense attention)",
     "093": "checkpointing at 131,073 tokens changes no bit (windowed attention)",
     "095": "batch of 65,535 and 65,536: every row has its gradient",
-    "098": "K and V views at 2^31 elements into a cache; pages 65,535 and 65,536 of 32,768 elements",
+    "098": "K and V views at 2^31 elements into a cache; page 65,536 at element 2^31",
     "100": "fused QKV views whose last token lies past 2^31 elements",
     "101": "1269 documents with their own positional bias or slopes (a tenth)",
     "102": "a dense bias of more than 2^31 elements in sparse storage, and stride 0",

@@ -58,7 +58,7 @@ class KVCache:
     def __post_init__(self) -> None:
         op = "KVCache"
         tensors = self.tensors()
-        for name, x in tensors.items():
+        for name, x in {"k": self.k, "v": self.v, "lengths": self.lengths, **tensors}.items():
             if not isinstance(x, Tensor):
                 raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}.")
         dims = check_shapes(

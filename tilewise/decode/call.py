@@ -107,11 +107,11 @@ def make_call(
     tensors = {**named, **{n: getattr(checked, n) for n in ("bias", "alibi_slopes", "sinks")}}
     device = check_same_device(op, tensors)
     call = CacheCall(q, cache, mask, checked, cu_seqlens_q, max_seqlen_q, splits)
-    if cache.starts is not None:
-        mask = mask & left_padding(cache.starts)
     if mask.has_predicate:
         mask = mask.lowered(B, H, call.most_queries, cache.capacity, device)
     mask.check_contents(B, H, reads=device.type == "cpu" and not torch.compiler.is_compiling())
+    if cache.starts is not None:
+        mask = mask & left_padding(cache.starts)
     return replace(call, mask=mask)
 
 
