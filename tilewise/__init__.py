@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .decode.api import attention_with_cache as attention_with_cache
     from .decode.api import attention_with_cache_partial as attention_with_cache_partial
     from .decode.api import explain_cache_backend as explain_cache_backend
+    from .decode.cascade import cascade_attention as cascade_attention
+    from .decode.mla import mla_with_cache as mla_with_cache
     from .dense.api import attention as attention
     from .dense.api import attention_partial as attention_partial
     from .dense.api import attention_partial_backward as attention_partial_backward
@@ -56,9 +58,11 @@ _HOME = {
     "context_parallel_decode": "parallel.decode",
     "Partial": "core.partials",
     "blocks": "core.mask_bits",
+    "cascade_attention": "decode.cascade",
     "from_block_mask": "integrations.flex_attention",
     "from_function": "core.mask_bits",
     "merge": "core.partials",
+    "mla_with_cache": "decode.mla",
     **dict.fromkeys(_LEAVES.split(), "core.mask_leaves"),
     **dict.fromkeys(_DECODE.split(), "decode.api"),
     **dict.fromkeys(_DENSE.split(), "dense.api"),

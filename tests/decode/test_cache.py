@@ -83,7 +83,7 @@ APPENDS: dict[str, tuple[dict[str, Any], str]] = {
     "dims": ({"k": torch.zeros(B, 3, G, D + 1)}, r"k must be \[3, L, 2, 8\] with 8 = 8"),
     "one length": ({"v": torch.zeros(B, 2, G, E)}, "v must be .* with L = 3"),
     "dtype": ({"k": torch.zeros(B, 3, G, D).half()}, "k must have the cache's dtype"),
-    "no tensor": ({"v": None}, "v must be a tensor"),
+    "no tensor": ({"v": None}, "v must be None for a latent cache"),
     "cu": ({"k": torch.zeros(9, G, D), "v": torch.zeros(9, G, E), "cu_seqlens": ints(0, 4, 3, 9)},
            "cu_seqlens must start at 0, never fall"),
     "cu too short": ({"k": torch.zeros(9, G, D), "v": torch.zeros(9, G, E),

@@ -18,12 +18,17 @@ _OP = "KVCache.append"
 def append(
     cache: KVCache,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     cu_seqlens: Tensor | None,
     rotary: Rotary | None,
     check: bool | None,
 ) -> None:
     """`KVCache.append`."""
+    if cache.is_latent != (v is None):
+        raise ValueError(
+            f"{_OP}: v must be None for a latent cache, whose values are part of its keys, and a "
+            f"tensor for any other, got {'None' if v is None else 'a tensor'}."
+        )
     _check(cache, k, v, cu_seqlens, rotary)
     if cache.is_checked(check):
         _check_contents(cache, k, cu_seqlens, rotary)
@@ -41,12 +46,14 @@ def append(
     if k.device.type != "cpu":
         # What may not be written writes what is there: no shape depends on data.
         _store(cache, "k", k, new["b"], at, exists)
-        _store(cache, "v", v, new["b"], at, exists)
+        if v is not None:
+            _store(cache, "v", v, new["b"], at, exists)
     else:
         # One slot has one token, so that a token that is dropped stays out of another's way.
         at = at[0][exists], at[1][exists]
         _store(cache, "k", k[exists], new["b"][exists], at, None)
-        _store(cache, "v", v[exists], new["b"][exists], at, None)
+        if v is not None:
+            _store(cache, "v", v[exists], new["b"][exists], at, None)
     cache.lengths.add_(new["count"])
 
 
@@ -80,12 +87,12 @@ def _store(
 
 
 def _check(
-    cache: KVCache, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, rotary: Rotary | None
+    cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, rotary: Rotary | None
 ) -> None:
     tensors: dict[str, Any] = {"k": k, "v": v, "cache": cache.k, "cu_seqlens": cu_seqlens}
-    for name in ("k", "v"):
-        if not isinstance(tensors[name], Tensor):
-            raise ValueError(f"{_OP}: {name} must be a tensor, got {type(tensors[name]).__name__}.")
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, Tensor) and (name == "k" or not cache.is_latent):
+            raise ValueError(f"{_OP}: {name} must be a tensor, got {type(x).__name__}.")
     B, (_, _, G, D), E = cache.B, cache.k.shape, cache.v.shape[3]
     rows = f"{B} L" if cu_seqlens is None else "T"
     spec = {"k": f"{rows} {G} {D}", "v": f"{rows} {G} {E}"}
@@ -94,6 +101,8 @@ def _check(
     if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{_OP}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
     for name, x in (("k", k), ("v", v)):
+        if x is None:
+            continue
         is_known = x.dtype == cache.k.dtype or (
             cache.k.dtype in FLOAT8 and x.is_floating_point() and x.dtype not in FLOAT8
         )

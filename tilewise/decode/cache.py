@@ -149,6 +149,30 @@ class KVCache:
         lengths = torch.zeros(B, dtype=torch.int32, device=device)
         return cls(k, v, lengths, table, None, None, *scales)
 
+    @classmethod
+    def latent(
+        cls,
+        B: int,
+        capacity: int,
+        *,
+        rank: int = 512,
+        rope_dim: int = 64,
+        page_size: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> KVCache:
+        """An empty latent cache (MLA): keys `[latent, rotated]` of one head, values their latent.
+
+        Values are a view of the keys, so that a token takes `rank + rope_dim` elements in all.
+        """
+        keys = cls.allocate(
+            B, capacity, 1, rank + rope_dim, 1, page_size=page_size, dtype=dtype, device=device
+        )
+        return cls(
+            keys.k, keys.k[..., :rank], keys.lengths, keys.block_table, None, None, keys.k_scale,
+            keys.k_scale,
+        )  # fmt: skip
+
     # ------------------------------------------------------------ what it is
 
     def tensors(self) -> dict[str, Tensor]:
@@ -174,9 +198,16 @@ class KVCache:
         return self.k_scale is not None and self.k_scale.dim() == 3
 
     @property
+    def is_latent(self) -> bool:
+        """Whether values are the first columns of the keys, in the same memory."""
+        k, v = self.k, self.v
+        is_same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
+        return is_same and v.shape[3] <= k.shape[3] and k.numel() > 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys and values, used or not."""
-        return self.k.nbytes + self.v.nbytes
+        return self.k.nbytes + (0 if self.is_latent else self.v.nbytes)
 
     def rewind(self, tokens: int | Tensor) -> None:
         """Give up the last tokens of every sequence (drafts that were not accepted).
@@ -247,7 +278,7 @@ class KVCache:
     def append(
         self,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None = None,
         *,
         cu_seqlens: Tensor | None = None,
         rotary: Rotary | None = None,
@@ -258,7 +289,7 @@ class KVCache:
         Args:
             k: `[B, L, G, D]`, or packed `[T, G, D]` with cu_seqlens; of the cache's dtype, or of
                 any floating dtype for a float8 cache.
-            v: the same with E.
+            v: the same with E; None for a latent cache, and only there.
             cu_seqlens: int32 or int64 `[B + 1]`, where each sequence's new tokens start, from 0;
                 tokens past its end are not written.
             rotary: turns the keys on their way.

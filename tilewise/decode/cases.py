@@ -50,7 +50,7 @@ class Recipe:
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-_MIXED = (1, 70, 0, 5, 1)
+_MIXED = (1, 21, 0, 5, 1)
 _MIXED_LENGTHS = (149, 90, 33, 3, 0)
 _TREE = ((1, 3, 5, 13, 21), (1, 3, 7, 15, 31), (1, 2, 4, 8, 16), (0, 0, 0, 0, 0))
 _F8 = torch.float8_e4m3fn

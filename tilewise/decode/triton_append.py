@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..dense.triton_call import TritonCall
 from ..kernels.launch import Config, launch
-from ..kernels.structs import code, decode
+from ..kernels.structs import Operand, code, decode
 from .cache import FLOAT8, KVCache
 from .rotary import Rotary
 
@@ -177,22 +177,31 @@ def _cache_append_kernel(
                     # Rounded once to the keys' own dtype, as a model that turns them first does.
                     x = x.to(k.ptr.dtype.element_ty).to(tl.float32)
                 _store(x, k_cache, k_scale, row, slot, of_scale, heads, columns, is_key, BUILD)
-                is_value = (heads < BUILD.G)[:, None] & (columns < BUILD.E)[None, :]
-                base = v.ptr + v_row + stored.to(tl.int64) * v.stride_m
-                at_heads = heads[:, None] * v.stride_h
-                x = tl.load(base + at_heads + columns[None, :], mask=is_value, other=0.0)
-                x = x.to(tl.float32)
-                _store(x, v_cache, v_scale, row, slot, of_scale, heads, columns, is_value, BUILD)
+                if v.ptr is not None:
+                    is_value = (heads < BUILD.G)[:, None] & (columns < BUILD.E)[None, :]
+                    base = v.ptr + v_row + stored.to(tl.int64) * v.stride_m
+                    at_heads = heads[:, None] * v.stride_h
+                    x = tl.load(base + at_heads + columns[None, :], mask=is_value, other=0.0)
+                    x = x.to(tl.float32)
+                    _store(
+                        x, v_cache, v_scale, row, slot, of_scale, heads, columns, is_value, BUILD
+                    )
 
 
 def append_tokens(
-    cache: KVCache, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, rotary: Rotary | None
+    cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, rotary: Rotary | None
 ) -> None:
-    """Write new tokens and move the lengths. Nothing is checked here."""
+    """Write new tokens and move the lengths. v: None for a latent cache. Nothing is checked."""
     new = k.shape[1] if cu_seqlens is None else k.shape[0]
     n_tokens = new * (k.shape[0] if cu_seqlens is None else 1)
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    rows = [x if x.dim() == 4 else x.unsqueeze(0) for x in (k, v)]
+    operands = []
+    for x in (k, v):
+        if x is None:
+            operands.append(Operand(None, 0, 0, 0))
+            continue
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        operands.append(TritonCall.operand(x if x.dim() == 4 else x.unsqueeze(0)))
+    operands += [TritonCall.operand(x) for x in (cache.k, cache.v)]
     kind, strides = NONE.value, (code(0), code(0))
     k_scale, v_scale = cache.k_scale, cache.v_scale
     if k_scale is not None and v_scale is not None:
@@ -231,7 +240,6 @@ def append_tokens(
         1 << (G - 1).bit_length(),
         max(16, 1 << (max(D, E) - 1).bit_length()),
     )  # fmt: skip
-    operands = [TritonCall.operand(x) for x in (*rows, cache.k, cache.v)]
     launch(
         _cache_append_kernel,
         (n_tokens,),

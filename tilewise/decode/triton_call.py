@@ -70,12 +70,11 @@ def cut(dim: int) -> tuple[int, ...]:
 
 
 def shares_storage(call: CacheCall) -> bool:
-    """Whether values are the first columns of the keys, as in a latent cache (MLA)."""
-    k, v = call.cache.k, call.cache.v
-    is_same = v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
-    dims, value_dims = cut(k.shape[3]), cut(v.shape[3])
-    is_prefix = value_dims[1:] == dims[1 : len(value_dims)] and sum(value_dims[1:]) == v.shape[3]
-    return is_same and v.shape[3] <= k.shape[3] and is_prefix
+    """Whether the tiles of a latent cache's values are tiles of its keys."""
+    cache = call.cache
+    dims, value_dims = cut(cache.k.shape[3]), cut(cache.v.shape[3])
+    is_prefix = value_dims[1:] == dims[1 : len(value_dims)]
+    return cache.is_latent and is_prefix and sum(value_dims[1:]) == cache.v.shape[3]
 
 
 class SplitCall:
