@@ -12,6 +12,7 @@ from ..core.mask import Mask
 from ..core.mask_leaves import full
 from ..core.partials import Partial
 from ..core.shapes import accumulator_of, check_same_device, check_shapes
+from . import warm
 from .cache import KVCache as KVCache
 from .call import CacheCall, Splits, check_contents, make_call
 from .choice import choose, explain
@@ -73,11 +74,19 @@ def attention_with_cache(
     Source: FlashDecoding (split keys), PagedAttention (arXiv 2309.06180); the oracle is
         `tilewise.decode.reference.cache_reference`.
     """
+    given = warm.Given(cu_seqlens_q, alibi_slopes, sinks, out, False)
+    key = None
+    if bias is None and not check and backend in ("auto", "triton"):
+        numbers = (scale, softcap, num_splits, batch_invariant, max_seqlen_q)
+        key = warm.key_of(q, cache, mask, given, *numbers)
+        found = warm.find(key)
+        if found is not None:
+            return _run_warm(found, q, cache, given, q.dtype).out
     terms = _terms(scale, softcap, alibi_slopes, bias, sinks)
     splits = Splits(num_splits, batch_invariant)
     op = "attention_with_cache"
     call = make_call(op, q, cache, mask, terms, cu_seqlens_q, max_seqlen_q, splits)
-    return _attend(op, call, backend, q.dtype, check, out=out).out
+    return _attend(op, call, backend, q.dtype, check, given, key).out
 
 
 def attention_with_cache_partial(
@@ -104,16 +113,24 @@ def attention_with_cache_partial(
     Returns: `Partial(out, lse)` with lse `[B, H, M]` (packed `[H, T]`), natural logs in fp32;
         `-inf` where a query sees no key.
     """
+    given = warm.Given(cu_seqlens_q, alibi_slopes, sinks, None, True)
+    dtype = q.dtype if out_dtype is None and isinstance(q, Tensor) else out_dtype
+    key = None
+    if bias is None and not check and backend in ("auto", "triton"):
+        numbers = (scale, softcap, num_splits, batch_invariant, max_seqlen_q, dtype)
+        key = warm.key_of(q, cache, mask, given, *numbers)
+        found = warm.find(key)
+        if found is not None:
+            return _run_warm(found, q, cache, given, dtype)
     terms = _terms(scale, softcap, alibi_slopes, bias, sinks)
     splits = Splits(num_splits, batch_invariant)
     op = "attention_with_cache_partial"
     call = make_call(op, q, cache, mask, terms, cu_seqlens_q, max_seqlen_q, splits)
-    dtype = q.dtype if out_dtype is None else out_dtype
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(
             f"{op}: out_dtype must be a floating dtype of 16 bits or more, got {dtype!r}."
         )
-    return _attend(op, call, backend, dtype, check, wants_lse=True)
+    return _attend(op, call, backend, dtype, check, given, key)
 
 
 def explain_cache_backend(
@@ -145,17 +162,30 @@ def _terms(
     }  # fmt: skip
 
 
+def _run_warm(
+    found: Any, q: Tensor, cache: KVCache, given: warm.Given, dtype: torch.dtype
+) -> Partial:
+    """Run a call that is like one before it."""
+    shape, out, lse = q.shape, given.out, None
+    if out is None:
+        out = torch.empty((*shape[:-1], cache.v.shape[3]), dtype=dtype, device=q.device)
+    if given.wants_lse:
+        rows = (*shape[:-3], shape[-2], shape[-3])
+        lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    found.run(q, cache, given.cu_seqlens_q, given.alibi_slopes, given.sinks, out, lse)
+    return Partial(out, out if lse is None else lse)
+
+
 def _attend(
     op: str,
     call: CacheCall,
     backend: str,
     out_dtype: torch.dtype,
     check: bool | None,
-    *,
-    out: Tensor | None = None,
-    wants_lse: bool = False,
+    given: warm.Given,
+    key: tuple[Any, ...] | None,
 ) -> Partial:
-    q, cache = call.q, call.cache
+    q, cache, out = call.q, call.cache, given.out
     learned = (q, cache.k, cache.v, call.terms.bias, call.terms.alibi_slopes, call.terms.sinks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         raise NotImplementedError(
@@ -179,6 +209,22 @@ def _attend(
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     wide = accumulator_of(q.dtype)
     # An lse that nobody asks for has no element.
-    lse = q.new_empty(lse_shape if wants_lse else (0,), dtype=wide)
+    lse = q.new_empty(lse_shape if given.wants_lse else (0,), dtype=wide)
+    if key is not None and name == "triton" and _is_reusable(call):
+        from .triton_call import cache_attention_fwd
+
+        warm.keep(key, cache_attention_fwd(call, out, lse))
+        return Partial(out, lse)
     torch.ops.tilewise.attention_with_cache_fwd(out, lse, q, *flatten(call), name)
     return Partial(out, lse)
+
+
+def _is_reusable(call: CacheCall) -> bool:
+    """Whether kernels read every tensor of the call as it is."""
+    cache, terms = call.cache, call.terms
+    table = cache.block_table
+    is_row = table is None or table.stride(-1) == 1
+    return is_row and call.q.stride(-1) == 1 and warm.is_plain(
+        cache.lengths, cache.batch_index, cache.starts, cache.k_scale, cache.v_scale,
+        call.cu_seqlens_q, terms.alibi_slopes, terms.sinks,
+    )  # fmt: skip

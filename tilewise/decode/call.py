@@ -34,8 +34,8 @@ class Splits:
 class CacheCall:
     """q `[B, M, H, D]`, or packed `[T, H, D]` with cu_seqlens_q `[B + 1]`, over a cache.
 
-    mask: with the cache's left padding in it. max_seqlen_q: the most queries of a sequence, where
-    it is known.
+    mask: the user's; `whole_mask` has the cache's left padding in it too. max_seqlen_q: the most
+    queries of a sequence, where it is known.
     """
 
     q: Tensor
@@ -49,6 +49,11 @@ class CacheCall:
     @property
     def is_packed(self) -> bool:
         return self.cu_seqlens_q is not None
+
+    @property
+    def whole_mask(self) -> Mask:
+        starts = self.cache.starts
+        return self.mask if starts is None else self.mask & left_padding(starts)
 
     @property
     def group(self) -> int:
@@ -110,8 +115,6 @@ def make_call(
     if mask.has_predicate:
         mask = mask.lowered(B, H, call.most_queries, cache.capacity, device)
     mask.check_contents(B, H, reads=device.type == "cpu" and not torch.compiler.is_compiling())
-    if cache.starts is not None:
-        mask = mask & left_padding(cache.starts)
     return replace(call, mask=mask)
 
 

@@ -14,7 +14,7 @@ from .call import CacheCall, Splits
 from .choice import choose
 
 _REST = (
-    "Tensor k, Tensor v, Tensor lengths, Tensor? block_table, Tensor? batch_index, "
+    "Tensor k, Tensor v, Tensor lengths, Tensor? block_table, Tensor? batch_index, Tensor? starts, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? cu_seqlens_q, Tensor? bias, Tensor? alibi_slopes, "
     "Tensor? sinks, int[] mask_flags, SymInt[] mask_ints, Tensor[] mask_tensors, float scale, "
     "float? softcap, SymInt max_seqlen_q, SymInt num_splits, bool batch_invariant, str backend"
@@ -27,7 +27,7 @@ library.define(f"attention_with_cache_fwd(Tensor(a!) out, Tensor(b!) lse, Tensor
 class Arguments(NamedTuple):
     """What `_REST` declares, in its order, without the backend.
 
-    max_seqlen_q, num_splits: -1 for what was not given. The mask has the cache's starts in it.
+    max_seqlen_q, num_splits: -1 for what was not given.
     """
 
     k: Tensor
@@ -35,6 +35,7 @@ class Arguments(NamedTuple):
     lengths: Tensor
     block_table: Tensor | None
     batch_index: Tensor | None
+    starts: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
     cu_seqlens_q: Tensor | None
@@ -58,8 +59,8 @@ def flatten(call: CacheCall) -> Arguments:
     device = call.q.device
     tensors = [t if t.device == device else t.to(device, non_blocking=True) for t in tensors]
     return Arguments(
-        cache.k, cache.v, cache.lengths, cache.block_table, cache.batch_index, cache.k_scale,
-        cache.v_scale, call.cu_seqlens_q, terms.bias, terms.alibi_slopes, terms.sinks, flags, ints,
+        cache.k, cache.v, cache.lengths, cache.block_table, cache.batch_index, cache.starts,
+        cache.k_scale, cache.v_scale, call.cu_seqlens_q, terms.bias, terms.alibi_slopes, terms.sinks, flags, ints,
         tensors, terms.scale, terms.softcap,
         -1 if call.max_seqlen_q is None else call.max_seqlen_q,
         -1 if call.splits.count is None else call.splits.count, call.splits.is_fixed,
@@ -68,7 +69,9 @@ def flatten(call: CacheCall) -> Arguments:
 
 def _call_of(q: Tensor, x: Arguments) -> CacheCall:
     """The call put together again."""
-    cache = KVCache(x.k, x.v, x.lengths, x.block_table, x.batch_index, None, x.k_scale, x.v_scale)
+    cache = KVCache(
+        x.k, x.v, x.lengths, x.block_table, x.batch_index, x.starts, x.k_scale, x.v_scale
+    )
     mask = raise_mask(x.mask_flags or [], x.mask_ints or [], x.mask_tensors or [])
     terms = Terms(x.scale, x.softcap, x.alibi_slopes, x.bias, x.sinks)
     splits = Splits(None if x.num_splits < 0 else x.num_splits, x.batch_invariant)

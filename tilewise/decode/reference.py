@@ -64,7 +64,7 @@ def _attend(call: CacheCall, form: Callable[[Piece], Partial], dtype: torch.dtyp
     if cu_q is None:
         cu_q = torch.arange(B + 1, device=q.device) * call.q.shape[1]
     at = Positions(B, H, q.shape[0], k.shape[0], cu_seqlens_q=cu_q, cu_seqlens_k=ends)
-    out, lse = form(Piece(q, k, v, call.mask, at, call.terms))
+    out, lse = form(Piece(q, k, v, call.whole_mask, at, call.terms))
     if call.is_packed:
         return Partial(out, lse)
     shape = call.q.shape[:2]

@@ -156,7 +156,7 @@ def _attend(
             # The sink is one logit of the whole.
             terms = replace(terms, sinks=None)
         dtype = out_dtype if len(edges) == 1 else wide
-        piece = Piece(q, k, v, call.mask, at, terms)
+        piece = Piece(q, k, v, call.whole_mask, at, terms)
         part = Partial(*attention_fwd(piece, dtype, hands_over=False))
         if total is None:
             total = part

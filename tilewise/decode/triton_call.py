@@ -13,10 +13,10 @@ from ..core.band import Band
 from ..core.mask import UNBOUNDED, And, Mask
 from ..core.mask_leaves import Tree
 from ..dense.triton_call import TritonCall, cut_dim
-from ..kernels.launch import Config, architecture_of, launch
+from ..kernels.launch import Config, architecture_of, launch, relaunch
 from ..kernels.placement import FAR as _FAR
 from ..kernels.structs import Bias, ScoreTerms, Slopes, Statistics, absent, code
-from .cache import FLOAT8
+from .cache import FLOAT8, KVCache
 from .call import CacheCall
 from .config import FIXED_PART, Key, SplitConfig, block_rows, split_config
 from .triton_combine import _cache_combine_kernel
@@ -27,6 +27,7 @@ FAR = _FAR.value
 _LEAST_SCALE = 1e-37
 # Programs of the interpreter.
 _INTERPRETED = 3
+_COMBINE = Config(0, 0, 4, 1)
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class SplitCall:
             0 if self.is_shared else self.E,
             architecture_of(self.device),
             all(_is_aligned(x) for x in (self.q, cache.k, cache.v)),
+            not self._is_folded,
         )
         is_fixed = call.splits.is_fixed or call.splits.count is not None
         rows = call.most_queries * call.group
@@ -157,6 +159,7 @@ class SplitCall:
             offset.contiguous() if isinstance(offset, Tensor) else None,
             None if band.lows is None else band.lows.contiguous(),
             None if band.highs is None else band.highs.contiguous(),
+            None if cache.starts is None else cache.starts.contiguous(),
             bits,
             code(cache.B),
             code(self.G),
@@ -164,6 +167,7 @@ class SplitCall:
             code(cache.capacity),
             code(cache.k.shape[0]),
             code(0 if table is None else table.stride(0)),
+            code(0 if table is None else table.shape[1]),
             code(FAR if band.left == UNBOUNDED else min(band.left, FAR)),
             code(FAR if band.right == UNBOUNDED else min(band.right, FAR)),
             code(max(-FAR, min(FAR, own))),
@@ -215,6 +219,7 @@ class SplitCall:
             1 << i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.numel() == 1
         )
         k_scale = call.cache.k_scale
+        block_b = 32 if call.cache.B < 32 else 1024
         architecture = self.key.architecture
         precision = "ieee"
         if architecture == "interpreter":
@@ -238,51 +243,119 @@ class SplitCall:
             self.is_fixed,
             launch_config.block_m,
             launch_config.block_n,
-            32 if call.cache.B < 32 else 1024,
+            block_b,
+            block_b > call.cache.B,
         )
 
 
-def cache_attention_fwd(call: CacheCall, out: Tensor, lse: Tensor) -> None:
-    """Write out and, where it has room, lse. Nothing is checked here."""
-    ready = SplitCall(call)
-    cache, q = call.cache, ready.q
-    if q.numel() == 0:
-        return
-    target = out if out.stride(-1) == 1 else out.new_empty(out.shape)
-    rows = target if target.dim() == 4 else target.unsqueeze(0)
-    statistics = absent(Statistics)
-    if lse.numel():
-        wide = lse if lse.dim() == 3 else lse.unsqueeze(0)
-        statistics = TritonCall.statistics(wide)
-    kind, scales = ready.scales()
-    build, place, terms = ready.build(kind), ready.place(), ready.terms()
-    shape = (ready.n_slots, ready.G, ready.block_m)
-    parts = Parts(
-        torch.empty(*shape, ready.E, dtype=torch.float32, device=ready.device),
-        torch.empty(shape, dtype=torch.float32, device=ready.device),
-    )
-    n_programs = ready.n_teams * ready.G
-    operands = [TritonCall.operand(x) for x in (q, cache.k, cache.v, rows)]
-    launch(
-        _cache_attention_fwd_kernel,
-        (n_programs,),
-        ready.config.launch,
-        (*operands, statistics, parts, place, terms, scales, build),
-        ready.device,
-    )
-    if call.splits.count != 1:
-        launch(
-            _cache_combine_kernel,
-            (ready.n_units * ready.G * ready.rows_per_unit,),
-            Config(0, 0, 4, 1),
-            (
-                operands[3], statistics, parts, place, terms.sinks, code(ready.rows_per_unit),
-                code(n_programs), 1 << (ready.E - 1).bit_length(), build,
-            ),
-            ready.device,
+class Forward:
+    """A forward made ready: it runs again on other tensors of the same layout and alignment."""
+
+    def __init__(self, call: CacheCall, out: Tensor, lse: Tensor) -> None:
+        self._split = split = SplitCall(call)
+        self.device = split.device
+        n_programs = split.n_teams * split.G
+        self._grid = (n_programs, 1, 1)
+        self._combine_grid = (split.n_units * split.G * split.rows_per_unit, 1, 1)
+        self._combines = call.splits.count != 1
+        self._slots = (split.n_slots, split.G, split.block_m, split.E)
+        kind, scales = split.scales()
+        self._build = split.build(kind)
+        self._tail = (
+            code(split.rows_per_unit), code(n_programs), 1 << (split.E - 1).bit_length(),
+            self._build,
         )  # fmt: skip
+        rows = out if out.dim() == 4 else out.unsqueeze(0)
+        statistics = absent(Statistics)
+        if lse.numel():
+            # Packed rows are those of one batch, whatever sequence they belong to.
+            of_batch = 0 if call.is_packed else lse.stride(0)
+            statistics = Statistics(lse, code(of_batch), code(lse.stride(-2)))
+        cache = call.cache
+        operands = [TritonCall.operand(x) for x in (split.q, cache.k, cache.v, rows)]
+        self._strides = [operand[1:] for operand in (*operands, statistics)]
+        self._given = (*operands, statistics, split.place(), split.terms(), scales)
+        # Of the first run, which others need not go through.
+        self._compiled: tuple[Any, Any] | None = None
+
+    def run_first(self) -> bool:
+        """Run on the tensors of the call. Returns whether `run` may follow."""
+        q, k, v, out, lse, place, terms, scales = self._given
+        parts = self._new_parts()
+        config = self._split.config.launch
+        arguments = (q, k, v, out, lse, parts, place, terms, scales, self._build)
+        main = launch(_cache_attention_fwd_kernel, self._grid, config, arguments, self.device)
+        combine = None
+        if self._combines:
+            arguments = (out, lse, parts, place, terms.sinks, *self._tail)
+            combine = launch(
+                _cache_combine_kernel, self._combine_grid, _COMBINE, arguments, self.device
+            )
+        if main is not None and (combine is not None or not self._combines):
+            self._compiled = (main, combine)
+        # The tensors belong to the caller; their addresses come anew with each call.
+        self._place, self._terms, self._scales = tuple(place)[9:], tuple(terms), scales[2:]
+        self._slopes_stride = terms.slopes[1]
+        del self._given, self._split
+        return self._compiled is not None
+
+    def run(
+        self, q: Tensor, cache: KVCache, cu: Tensor | None, slopes: Tensor | None,
+        sinks: Tensor | None, out: Tensor, lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        """The same on other tensors: addresses in place of tensors, and no look-up."""
+        assert self._compiled is not None
+        sq, sk, sv, so, sl = self._strides
+        parts = self._new_parts()
+        place = (
+            cache.lengths.data_ptr(), _address(cu), _address(cache.block_table),
+            _address(cache.batch_index), None, None, None, _address(cache.starts), None,
+            *self._place,
+        )  # fmt: skip
+        sinks_at = _address(sinks)
+        terms = (*self._terms[:4], (_address(slopes), self._slopes_stride), sinks_at,
+                 *self._terms[6:])  # fmt: skip
+        scales = (_address(cache.k_scale), _address(cache.v_scale), *self._scales)
+        to = (out.data_ptr(), *so)
+        statistics = (_address(lse), *sl)
+        partials = (parts.out.data_ptr(), parts.lse.data_ptr())
+        main, combine = self._compiled
+        relaunch(
+            main, self._grid,
+            ((q.data_ptr(), *sq), (cache.k.data_ptr(), *sk), (cache.v.data_ptr(), *sv), to,
+             statistics, partials, place, terms, scales, self._build),
+            self.device,
+        )  # fmt: skip
+        if self._combines:
+            relaunch(
+                combine, self._combine_grid,
+                (to, statistics, partials, place, sinks_at, *self._tail), self.device,
+            )  # fmt: skip
+
+    def _new_parts(self) -> Parts:
+        *rows, E = self._slots
+        out = torch.empty(self._slots, dtype=torch.float32, device=self.device)
+        return Parts(out, torch.empty(rows, dtype=torch.float32, device=self.device))
+
+
+def cache_attention_fwd(call: CacheCall, out: Tensor, lse: Tensor) -> Forward | None:
+    """Write out and, where it has room, lse. Nothing is checked here.
+
+    Returns: what runs calls like this one again; None where nothing does.
+    """
+    if call.q.numel() == 0:
+        return None
+    target = out if out.stride(-1) == 1 else out.new_empty(out.shape)
+    forward = Forward(call, target, lse)
+    is_reusable = forward.run_first()
     if target is not out:
         out.copy_(target)
+        return None
+    return forward if is_reusable else None
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def _is_aligned(x: Tensor) -> bool:

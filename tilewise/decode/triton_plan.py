@@ -26,8 +26,10 @@ class CachePlace(NamedTuple):
     """What a kernel is told of sequences and of storage. Absent tensors are None, ints are coded.
 
     lengths: `[B]`. cu_q: `[B + 1]`. table: `[B, width]`. rows: `[B]`, of a contiguous cache.
-    offsets, lows, highs: of a window and of key bounds, `[B]` or one entry. tree: `[B or 1, n]`.
-    M: queries of a sequence, or all packed ones. storage: rows or pages that there are.
+    offsets, lows, highs: of a window and of key bounds, `[B]` or one entry. starts: `[B]`, the
+    end of left padding. tree: `[B or 1, n]`.
+    M: queries of a sequence, or all packed ones. storage: rows or pages that there
+    are. width: the table's row stride, and width_in_use its columns.
     left, right: of the window. own: its offset, where it has one. quantum: in key tiles.
     """
 
@@ -38,6 +40,7 @@ class CachePlace(NamedTuple):
     offsets: Any
     lows: Any
     highs: Any
+    starts: Any
     tree: Any
     B: Any
     G: Any
@@ -45,6 +48,7 @@ class CachePlace(NamedTuple):
     capacity: Any
     storage: Any
     width: Any
+    width_in_use: Any
     left: Any
     right: Any
     own: Any
@@ -61,7 +65,7 @@ class CacheBuild(NamedTuple):
     is contiguous. has_own: the window has an int offset of its own. singles: bit i where offsets,
     lows or highs has one entry for all. is_folded, is_capped, bias_rows, precision: as in `Build`.
     scales: of float8, NONE, HEAD or TOKEN; of_batch: `[B, G]`. is_fixed: see the module.
-    block_b: sequences that are summed over at a time.
+    block_b: sequences that are summed over at a time; is_short: there are no more than that.
     """
 
     dims: tuple[int, ...]
@@ -81,6 +85,7 @@ class CacheBuild(NamedTuple):
     block_m: int
     block_n: int
     block_b: int
+    is_short: bool
 
 
 class Work(NamedTuple):
@@ -132,6 +137,8 @@ def sequence_of(place, b, exists, BUILD: tl.constexpr):
         low = _clamp(_bound_at(place.lows, b, is_real, BUILD.singles & 2 != 0), 0, FAR)
         highs = _bound_at(place.highs, b, is_real, BUILD.singles & 4 != 0)
         high = tl.minimum(high, _clamp(highs, 0, FAR))
+    if place.starts is not None:
+        low = tl.maximum(low, _clamp(tl.load(place.starts + b, mask=is_real, other=0), 0, FAR))
     left = tl.maximum(position - decode(place.left), -FAR)
     right = tl.minimum(position + decode(place.right), FAR)
     zero = b * 0
@@ -165,35 +172,45 @@ def n_sequences(place):
 
 
 @triton.jit
-def count_quanta(place, BUILD: tl.constexpr):
-    """Of the whole batch, for one kv head; int64."""
-    count = n_sequences(place)
-    total = tl.zeros((), tl.int64)
-    for start in range(0, count, BUILD.block_b):
-        b = start + tl.arange(0, BUILD.block_b)
-        work = work_of(place, sequence_of(place, b, b < count, BUILD), BUILD)
-        quanta = tl.where(b < count, work.n_units * work.quanta, 0)
-        total += tl.sum(quanta.to(tl.int64), 0)
-    return total
+def _quanta_at(place, start, count, BUILD: tl.constexpr):
+    """Quanta of each of the sequences from `start` on, and which of them there are."""
+    b = start + tl.arange(0, BUILD.block_b)
+    exists = b < count
+    work = work_of(place, sequence_of(place, b, exists, BUILD), BUILD)
+    return tl.where(exists, work.n_units * work.quanta, 0).to(tl.int64), exists
 
 
 @triton.jit
-def find_quantum(place, flat, BUILD: tl.constexpr):
-    """The sequence that quantum `flat` of the batch belongs to, and that sequence's first."""
+def share_of(place, team, n_teams, BUILD: tl.constexpr):
+    """A team's share of the batch's quanta: its first, its end, the sequence that the first belongs
+    to, and that sequence's first. int64, but for the sequence."""
     count = n_sequences(place)
-    total = tl.zeros((), tl.int64)
-    first = tl.zeros((), tl.int64)
-    found = 0
-    for start in range(0, count, BUILD.block_b):
-        b = start + tl.arange(0, BUILD.block_b)
-        work = work_of(place, sequence_of(place, b, b < count, BUILD), BUILD)
-        quanta = tl.where(b < count, work.n_units * work.quanta, 0).to(tl.int64)
-        ends = total + tl.cumsum(quanta, 0)
-        is_before = (b < count) & (ends <= flat)
-        found += tl.sum(is_before.to(tl.int32), 0)
-        first = tl.maximum(first, tl.max(tl.where(is_before, ends, 0), 0))
-        total += tl.sum(quanta, 0)
-    return found, first
+    if BUILD.is_short:
+        # All sequences at once: their lengths are read once.
+        quanta, exists = _quanta_at(place, 0, count, BUILD)
+        total = tl.sum(quanta, 0)
+        flat = share_start(team, total, n_teams)
+        ends = tl.cumsum(quanta, 0)
+        is_before = exists & (ends <= flat)
+        found = tl.sum(is_before.to(tl.int32), 0)
+        first = tl.max(tl.where(is_before, ends, 0), 0)
+    else:
+        total = tl.zeros((), tl.int64)
+        for start in range(0, count, BUILD.block_b):
+            quanta, exists = _quanta_at(place, start, count, BUILD)
+            total += tl.sum(quanta, 0)
+        flat = share_start(team, total, n_teams)
+        before = tl.zeros((), tl.int64)
+        first = tl.zeros((), tl.int64)
+        found = 0
+        for start in range(0, count, BUILD.block_b):
+            quanta, exists = _quanta_at(place, start, count, BUILD)
+            ends = before + tl.cumsum(quanta, 0)
+            is_before = exists & (ends <= flat)
+            found += tl.sum(is_before.to(tl.int32), 0)
+            first = tl.maximum(first, tl.max(tl.where(is_before, ends, 0), 0))
+            before += tl.sum(quanta, 0)
+    return flat, share_start(team + 1, total, n_teams), found, first
 
 
 @triton.jit

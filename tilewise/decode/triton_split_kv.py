@@ -27,7 +27,7 @@ from ..kernels.tiles import (
     scale_tile,
     zero_tile,
 )
-from .triton_plan import count_quanta, find_quantum, sequence_of, share_start, work_of
+from .triton_plan import n_sequences, sequence_of, share_of, work_of
 
 NONE, HEAD, TOKEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -118,21 +118,33 @@ def _convert(tile, like, DIMS: tl.constexpr):
 
 
 @triton.jit
-def slots_of(place, b, n, mask, BUILD: tl.constexpr):
-    """Row or page, and slot in it, of keys n of sequence b; inside what there is, whatever the
-    tables hold."""
-    last = decode(place.storage) - 1
+def rows_of_tile(place, b, t, mask, BUILD: tl.constexpr):
+    """The rows or pages of a tile's keys, inside what there is, whatever the tables hold: one for
+    each key, or one for all where a page holds whole tiles."""
+    BLOCK_N: tl.constexpr = BUILD.block_n
     if BUILD.page > 0:
         table = place.table + b.to(tl.int64) * decode(place.width)
-        row = tl.load(table + n // BUILD.page, mask=mask, other=0)
-        n = n % BUILD.page
-        row = tl.minimum(tl.maximum(row, 0), last).to(tl.int64)
+        if BUILD.page % BLOCK_N == 0:
+            # A tile of a sequence is never behind its last page, but the next one may be.
+            column = tl.minimum(t * BLOCK_N // BUILD.page, decode(place.width_in_use) - 1)
+            row = tl.load(table + column, mask=column >= 0, other=0)
+        else:
+            n = t * BLOCK_N + tl.arange(0, BLOCK_N)
+            row = tl.load(table + n // BUILD.page, mask=mask, other=0)
     else:
         row = b
         if place.rows is not None:
             row = tl.load(place.rows + b)
-        row = tl.minimum(tl.maximum(row, 0), last).to(tl.int64)
-    return row, n
+    return tl.minimum(tl.maximum(row, 0), decode(place.storage) - 1).to(tl.int64)
+
+
+@triton.jit
+def key_offsets(x, row, n, g, BUILD: tl.constexpr):
+    """Where keys n begin in k or v."""
+    slot = n
+    if BUILD.page > 0:
+        slot = n % BUILD.page
+    return row * x.stride_b + slot.to(tl.int64) * x.stride_m + g.to(tl.int64) * x.stride_h
 
 
 @triton.jit
@@ -149,19 +161,30 @@ def _visible(place, seq, rows, bits, n, BUILD: tl.constexpr):
 
 
 @triton.jit
+def load_queries(q, seq, rows, IS_PACKED: tl.constexpr, DIMS: tl.constexpr):
+    return load_rows(q.ptr, row_offsets(q, seq, rows, IS_PACKED), rows.owned, DIMS)
+
+
+@triton.jit
 def _segment(
-    q, k, v, place, terms, scales, seq, rows, tile, g, t0, t1, BUILD: tl.constexpr
+    q_tile, k, v, place, terms, scales, seq, rows, tile, g, t0, t1, BUILD: tl.constexpr
 ):  # fmt: skip
     """A unit's rows over its key tiles [t0, t1): out of what they see of it, and its lse."""
     BLOCK_M: tl.constexpr = BUILD.block_m
     BLOCK_N: tl.constexpr = BUILD.block_n
     DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims
-    IS_PACKED: tl.constexpr = place.cu_q is not None
-    q_tile = load_rows(q.ptr, row_offsets(q, seq, rows, IS_PACKED), rows.owned, DIMS)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = zero_tile(BLOCK_M, VALUE_DIMS)
+    # What the rows of this tile see at most, and what all of them see.
+    m_first = tile * BLOCK_M // BUILD.group
+    m_last = tl.minimum(((tile + 1) * BLOCK_M - 1) // BUILD.group, seq.q_used - 1)
+    start = tl.maximum(seq.low, m_first + seq.left)
+    stop = tl.minimum(seq.high, m_last + seq.right + 1)
+    stop = tl.where(m_last >= m_first, stop, start)
+    whole_start = tl.maximum(seq.low, m_last + seq.left)
+    whole_stop = tl.minimum(seq.high, m_first + seq.right + 1)
     bits = rows.m
     if place.tree is not None:
         inside = rows.owned & (rows.m < decode(place.tree_bits))
@@ -169,12 +192,8 @@ def _segment(
         # Past its last row a tree shows nothing: not even what comes before.
         bits = tl.load(place.tree + at, mask=inside, other=0)
         rows = Rows(rows.m, rows.h, inside, rows.stored)
-    # What the rows of this tile see at most.
-    m_first = tile * BLOCK_M // BUILD.group
-    m_last = tl.minimum(((tile + 1) * BLOCK_M - 1) // BUILD.group, seq.q_used - 1)
-    start = tl.maximum(seq.low, m_first + seq.left)
-    stop = tl.minimum(seq.high, m_last + seq.right + 1)
-    stop = tl.where(m_last >= m_first, stop, start)
+        whole_stop = tl.where(m_last < decode(place.tree_bits), whole_stop, whole_start)
+        whole_stop = tl.minimum(whole_stop, seq.shift)
     t0 = tl.maximum(t0, start // BLOCK_N)
     t1 = tl.minimum(t1, tl.cdiv(stop, BLOCK_N))
     k_factor = 1.0
@@ -183,24 +202,25 @@ def _segment(
         of_batch = seq.index.to(tl.int64) * decode(scales.stride_b)
         k_factor = tl.load(scales.k + of_batch + g)
         v_factor = tl.load(scales.v + of_batch + g)
+    # Looked up one tile ahead, so that no load of keys waits for its table.
+    n = t0 * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = rows_of_tile(place, seq.index, t0, (n >= start) & (n < stop), BUILD)
     for t in range(t0, t1):
         n = t * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = (n >= start) & (n < stop)
-        row, slot = slots_of(place, seq.index, n, mask_n, BUILD)
-        head = g.to(tl.int64)
-        k_offsets = row * k.stride_b + slot.to(tl.int64) * k.stride_m + head * k.stride_h
-        k_tile = load_rows(k.ptr, k_offsets, mask_n, DIMS)
+        k_tile = load_rows(k.ptr, key_offsets(k, row, n, g, BUILD), mask_n, DIMS)
         if BUILD.is_shared:
             v_tile = k_tile
         else:
-            v_offsets = row * v.stride_b + slot.to(tl.int64) * v.stride_m + head * v.stride_h
-            v_tile = load_rows(v.ptr, v_offsets, mask_n, VALUE_DIMS)
+            v_tile = load_rows(v.ptr, key_offsets(v, row, n, g, BUILD), mask_n, VALUE_DIMS)
         if BUILD.scales != NONE:
             k_tile = _convert(k_tile, q_tile[0], DIMS)
             v_tile = _convert(v_tile, q_tile[0], VALUE_DIMS)
-        seen = _visible(place, seq, rows, bits, n, BUILD)
         s = dot_rows(q_tile, k_tile, DIMS, BUILD)
         if BUILD.scales == TOKEN:
+            slot = n
+            if BUILD.page > 0:
+                slot = n % BUILD.page
             at = row * decode(scales.stride_b) + slot.to(tl.int64) * decode(scales.stride_n) + g
             k_scale = tl.load(scales.k + at, mask=mask_n, other=0.0)
             s = s * k_scale[None, :]
@@ -208,7 +228,8 @@ def _segment(
             s = s * k_factor
         if not BUILD.is_folded:
             s, _ = add_terms(s, terms, seq, rows.h[:, None], rows.m[:, None], n[None, :], BUILD)
-        s = tl.where(seen, s, float("-inf"))
+        if (t * BLOCK_N < whole_start) | ((t + 1) * BLOCK_N > whole_stop):
+            s = tl.where(_visible(place, seq, rows, bits, n, BUILD), s, float("-inf"))
         p, rescale, row_max, row_sum = softmax_step(
             s, row_max, row_sum, terms.scale, BUILD.is_folded
         )
@@ -217,11 +238,15 @@ def _segment(
             p = p * v_scale[None, :]
         acc = scale_tile(acc, rescale[:, None], VALUE_DIMS)
         acc = dot_add(p, v_tile, acc, VALUE_DIMS, BUILD)
+        if BUILD.page > 0:
+            n += BLOCK_N
+            row = rows_of_tile(place, seq.index, t + 1, (n >= start) & (n < stop), BUILD)
     row_lse, factor = softmax_end(row_max, row_sum, BUILD.is_folded)
     factor *= v_factor
-    # Rows that nobody owns, and those of a tile that see nothing, met keys of others.
-    acc = clean_rows(scale_tile(acc, factor[:, None], VALUE_DIMS), row_sum > 0.0, VALUE_DIMS)
-    return acc, row_lse
+    # Rows that nobody owns met keys of others.
+    seen = rows.owned & (row_sum > 0.0)
+    acc = clean_rows(scale_tile(acc, factor[:, None], VALUE_DIMS), seen, VALUE_DIMS)
+    return acc, tl.where(seen, row_lse, float("-inf"))
 
 
 @triton.jit
@@ -230,32 +255,45 @@ def _cache_attention_fwd_kernel(
 ):
     """The units of one team's share, for one kv head."""
     BLOCK_M: tl.constexpr = BUILD.block_m
+    DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims
     IS_PACKED: tl.constexpr = place.cu_q is not None
     G = decode(place.G)
     team = tl.program_id(0) // G
     g = tl.program_id(0) % G
-    n_teams = tl.num_programs(0) // G
     quantum = decode(place.quantum)
-    total = count_quanta(place, BUILD)
-    flat = share_start(team, total, n_teams)
-    end = share_start(team + 1, total, n_teams)
-    b, first = find_quantum(place, flat, BUILD)
+    flat, end, b, first = share_of(place, team, tl.num_programs(0) // G, BUILD)
+    seq = sequence_of(place, b, b < n_sequences(place), BUILD)
+    work = work_of(place, seq, BUILD)
+    tile = (flat - first).to(tl.int32) // work.quanta
+    rows = rows_of(seq, tile, g, BUILD)
+    q_tile = load_queries(q, seq, rows, IS_PACKED, DIMS)
+    # A large tile of queries would take the registers of what is worked on.
+    IS_AHEAD: tl.constexpr = BLOCK_M * DIMS[0] <= 4096
     while flat < end:
-        seq = sequence_of(place, b, b >= 0, BUILD)
-        work = work_of(place, seq, BUILD)
-        inside = (flat - first).to(tl.int32)
-        tile = inside // work.quanta
-        chunk = inside % work.quanta
+        chunk = (flat - first).to(tl.int32) % work.quanta
         count = tl.minimum(work.quanta - chunk, tl.minimum(end - flat, 1 << 30).to(tl.int32))
         if BUILD.is_fixed:
             count = tl.minimum(count, 1)
-        if tile < work.n_units:
-            rows = rows_of(seq, tile, g, BUILD)
+        has_work = tile < work.n_units
+        count = tl.where(has_work, count, 0)
+        # The next unit and its queries are on their way while this one is worked on.
+        is_last = (tile + 1 >= work.n_units) & (chunk + count >= work.quanta)
+        goes_on = is_last | (has_work == 0)
+        next_b = b + tl.where(goes_on, 1, 0)
+        next_first = tl.where(goes_on, flat + count, first)
+        next_seq = sequence_of(place, next_b, next_b < n_sequences(place), BUILD)
+        next_work = work_of(place, next_seq, BUILD)
+        next_tile = (flat + count - next_first).to(tl.int32) // next_work.quanta
+        next_rows = rows_of(next_seq, next_tile, g, BUILD)
+        if IS_AHEAD:
+            next_q = load_queries(q, next_seq, next_rows, IS_PACKED, DIMS)
+        if has_work:
             t0 = work.begin + chunk * quantum
             acc, row_lse = _segment(
-                q, k, v, place, terms, scales, seq, rows, tile, g, t0, t0 + count * quantum, BUILD
-            )
+                q_tile, k, v, place, terms, scales, seq, rows, tile, g, t0, t0 + count * quantum,
+                BUILD,
+            )  # fmt: skip
             if count == work.quanta:
                 if terms.sinks is not None:
                     sink = tl.load(terms.sinks + rows.h, mask=rows.owned, other=0.0)
@@ -273,13 +311,13 @@ def _cache_attention_fwd_kernel(
                 part = (slot * G + g) * BLOCK_M + tl.arange(0, BLOCK_M)
                 store_rows(parts.out, part * VALUE_DIMS[0], acc, rows.stored, VALUE_DIMS)
                 tl.store(parts.lse + part, row_lse)
-            flat += count
+        flat += count
+        b, first, tile = next_b, next_first, next_tile
+        seq, work, rows = next_seq, next_work, next_rows
+        if IS_AHEAD:
+            q_tile = next_q
         else:
-            first = flat
-            b += 1
-        if flat - first >= (work.n_units * work.quanta).to(tl.int64):
-            first = flat
-            b += tl.where(tile < work.n_units, 1, 0)
+            q_tile = load_queries(q, seq, rows, IS_PACKED, DIMS)
 
 
 @triton.jit
