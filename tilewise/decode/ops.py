@@ -60,8 +60,8 @@ def flatten(call: CacheCall) -> Arguments:
     tensors = [t if t.device == device else t.to(device, non_blocking=True) for t in tensors]
     return Arguments(
         cache.k, cache.v, cache.lengths, cache.block_table, cache.batch_index, cache.starts,
-        cache.k_scale, cache.v_scale, call.cu_seqlens_q, terms.bias, terms.alibi_slopes, terms.sinks, flags, ints,
-        tensors, terms.scale, terms.softcap,
+        cache.k_scale, cache.v_scale, call.cu_seqlens_q, terms.bias, terms.alibi_slopes,
+        terms.sinks, flags, ints, tensors, terms.scale, terms.softcap,
         -1 if call.max_seqlen_q is None else call.max_seqlen_q,
         -1 if call.splits.count is None else call.splits.count, call.splits.is_fixed,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -287,10 +288,8 @@ class Forward:
         main = launch(_cache_attention_fwd_kernel, self._grid, config, arguments, self.device)
         combine = None
         if self._combines:
-            arguments = (out, lse, parts, place, terms.sinks, *self._tail)
-            combine = launch(
-                _cache_combine_kernel, self._combine_grid, _COMBINE, arguments, self.device
-            )
+            rest = (out, lse, parts, place, terms.sinks, *self._tail)
+            combine = launch(_cache_combine_kernel, self._combine_grid, _COMBINE, rest, self.device)
         if main is not None and (combine is not None or not self._combines):
             self._compiled = (main, combine)
         # The tensors belong to the caller; their addresses come anew with each call.
@@ -333,9 +332,8 @@ class Forward:
             )  # fmt: skip
 
     def _new_parts(self) -> Parts:
-        *rows, E = self._slots
         out = torch.empty(self._slots, dtype=torch.float32, device=self.device)
-        return Parts(out, torch.empty(rows, dtype=torch.float32, device=self.device))
+        return Parts(out, torch.empty(self._slots[:3], dtype=torch.float32, device=self.device))
 
 
 def cache_attention_fwd(call: CacheCall, out: Tensor, lse: Tensor) -> Forward | None:
