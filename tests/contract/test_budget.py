@@ -38,6 +38,8 @@ INTERPRETED = {
     "attention_partial": ("causal, M > N (empty rows)", "piece, dropout"),
     "attention_varlen": ("causal", "used lengths, sinks, dropout"),
     "attention_varlen_partial": ("softcap, ALiBi [B, H]",),
+    "attention_with_cache": ("tree", "float8, token scales, pages"),
+    "attention_with_cache_partial": ("left padding", "scale 0.5, 3 splits"),
 }
 
 

@@ -36,8 +36,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=["parallel"],
-        help="parallel: context parallelism, its pieces, its schedules over ranks, its plan",
+        choices=["parallel", "decode", "mla"],
+        help="parallel: context parallelism, its pieces, its schedules over ranks, its plan; "
+        "decode, mla: attention over caches",
     )
     parser.add_argument("--ranks", help="parallel: how many, some with commas")
     parser.add_argument("--quick", action="store_true", help="fewer lengths and three rounds")
@@ -72,6 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
         from . import bench_parallel
 
         return bench_parallel.run(arguments, device)
+    if arguments.what in ("decode", "mla"):
+        from . import bench_decode
+
+        return bench_decode.run(arguments, device)
     if arguments.ranks is not None:
         raise UsageError(f"{COMMAND}: --ranks is for tilewise bench parallel.")
     return (_run_on_gpu if device.type == "cuda" else _run_on_cpu)(arguments, device)

@@ -59,22 +59,22 @@ def _without_trees(mask: Mask) -> tuple[Mask | None, list[Tree]]:
     return mask, []
 
 
-def cut(dim: int) -> tuple[int, ...]:
+def cut(dim: int, widest: int = 512) -> tuple[int, ...]:
     """A head dim and the widths of its pieces: powers of two; 576 is 512 and 64."""
     if dim <= 256:
-        return cut_dim(dim)
+        return cut_dim(dim, min(widest, 256))
     pieces, left = [], -(-dim // 16) * 16
     while left:
-        piece = min(512, 1 << (left.bit_length() - 1))
+        piece = min(widest, 1 << (left.bit_length() - 1))
         pieces.append(piece)
         left -= piece
     return dim, *pieces
 
 
-def shares_storage(call: CacheCall) -> bool:
+def shares_storage(call: CacheCall, widest: int) -> bool:
     """Whether the tiles of a latent cache's values are tiles of its keys."""
     cache = call.cache
-    dims, value_dims = cut(cache.k.shape[3]), cut(cache.v.shape[3])
+    dims, value_dims = cut(cache.k.shape[3], widest), cut(cache.v.shape[3], widest)
     is_prefix = value_dims[1:] == dims[1 : len(value_dims)]
     return cache.is_latent and is_prefix and sum(value_dims[1:]) == cache.v.shape[3]
 
@@ -90,7 +90,8 @@ class SplitCall:
         self.q = call.q if call.q.dim() == 4 else call.q.unsqueeze(0)
         if self.q.stride(-1) != 1:
             self.q = self.q.contiguous()
-        self.is_shared = shares_storage(call)
+        self.widest = 32 if self.precision == "tf32x3" else 512
+        self.is_shared = shares_storage(call, self.widest)
         self.key = Key(
             call.q.dtype,
             cache.k.dtype,
@@ -106,6 +107,16 @@ class SplitCall:
         self.config: SplitConfig = split_config(self.key, self.block_m)
         self.is_fixed = is_fixed
         self.rows_per_unit = max(1, min(self.block_m, rows))
+
+    @property
+    def precision(self) -> str:
+        """Of fp32 products, in pieces of 32 where tensor cores cut off what does not fit; see
+        `dense/triton_call.py`."""
+        architecture = architecture_of(self.device)
+        if architecture == "interpreter":
+            return "interpreted"
+        is_nvidia = architecture.startswith("sm_")
+        return "tf32x3" if self.call.q.dtype == torch.float32 and is_nvidia else "ieee"
 
     @property
     def n_units(self) -> int:
@@ -221,15 +232,9 @@ class SplitCall:
         )
         k_scale = call.cache.k_scale
         block_b = 32 if call.cache.B < 32 else 1024
-        architecture = self.key.architecture
-        precision = "ieee"
-        if architecture == "interpreter":
-            precision = "interpreted"
-        elif call.q.dtype == torch.float32 and architecture.startswith("sm_"):
-            precision = "tf32x3"
         return CacheBuild(
-            cut(self.D),
-            cut(self.E),
+            cut(self.D, self.widest),
+            cut(self.E, self.widest),
             self.is_shared,
             call.group,
             call.cache.k.shape[1] if call.cache.is_paged else 0,
@@ -238,7 +243,7 @@ class SplitCall:
             self._is_folded,
             call.terms.softcap is not None,
             0,
-            precision,
+            self.precision,
             scales,
             k_scale is not None and k_scale.dim() == 2,
             self.is_fixed,
