@@ -53,9 +53,9 @@ VARIANTS: dict[str, tuple[Callable[[], None], str, int]] = {
     "pages of 7": (attend(page=7), "sm_90", 0),
     "D 64": (attend(64), "sm_90 gfx942", 0),
     "D 256": (attend(256), "sm_90 sm_120", 0),
-    "D 80": (attend(80), "sm_90", 8),
-    "16 queries": (attend(M=16), "sm_90 sm_89 gfx942", 0),
-    "512 queries": (attend(M=512), "sm_90", 0),
+    "D 80": (attend(80), "sm_90", 16),
+    "16 queries": (attend(M=16), "sm_90 sm_89 gfx942", 16),
+    "512 queries": (attend(M=512, page=64), "sm_90", 0),
     "float8": (attend(storage=F8, page=16), "sm_90 sm_89", 0),
     "fp32": (attend(dtype=torch.float32), "sm_90 gfx942", 0),
     "ALiBi, sinks": (attend(alibi_slopes=torch.zeros(32), sinks=torch.zeros(32)), "sm_90", 0),
@@ -89,6 +89,14 @@ def test_kernels_compile_and_fit(name: str, target: str, monkeypatch: Any) -> No
     main = found.get("cache_attention_fwd")
     if main is not None:
         assert main.mma, f"{main}: products run on no matrix unit"
+
+
+def test_many_queries_over_a_contiguous_cache_are_a_dense_call(monkeypatch: Any) -> None:
+    monkeypatch.setattr(choice, "triton_problem", lambda device: "")
+    found = {x.name for x in compile_call(attend(M=512), "sm_90")}
+    assert found == {"place_sequences", "attention_fwd_hopper"}
+    found = {x.name for x in compile_call(attend(M=512, num_splits=4), "sm_90")}
+    assert found == {"cache_attention_fwd", "cache_combine"}
 
 
 @pytest.mark.parametrize("page", [None, 1, 16, 64, 128])

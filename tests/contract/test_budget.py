@@ -39,7 +39,7 @@ INTERPRETED = {
     "attention_varlen": ("causal", "used lengths, sinks, dropout"),
     "attention_varlen_partial": ("softcap, ALiBi [B, H]",),
     "attention_with_cache": ("tree", "float8, token scales, pages"),
-    "attention_with_cache_partial": ("left padding", "scale 0.5, 3 splits"),
+    "attention_with_cache_partial": ("left padding", "scale 0.5, 3 splits", "chunked(32)"),
 }
 
 

@@ -16,7 +16,7 @@ from . import warm
 from .cache import KVCache as KVCache
 from .call import CacheCall, Splits, check_contents, make_call
 from .choice import choose, explain
-from .ops import flatten
+from .ops import flatten, run_triton
 from .rotary import Rotary as Rotary
 
 _FULL = full()
@@ -211,9 +211,7 @@ def _attend(
     # An lse that nobody asks for has no element.
     lse = q.new_empty(lse_shape if given.wants_lse else (0,), dtype=wide)
     if key is not None and name == "triton" and _is_reusable(call):
-        from .triton_call import cache_attention_fwd
-
-        warm.keep(key, cache_attention_fwd(call, out, lse))
+        warm.keep(key, run_triton(call, out, lse))
         return Partial(out, lse)
     torch.ops.tilewise.attention_with_cache_fwd(out, lse, q, *flatten(call), name)
     return Partial(out, lse)

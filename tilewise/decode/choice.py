@@ -49,7 +49,11 @@ def why_not_triton(call: CacheCall) -> str:
     from .triton_call import SplitMask
 
     if SplitMask.of(call.mask) is None:
-        return "takes a window, a range of keys, a tree and what they have in common as a mask"
+        from .dense_call import why_not_dense
+
+        problem = why_not_dense(call)
+        if problem:
+            return f"takes only windows, key ranges and trees as masks, for any other {problem}"
     return _float8_problem(call)
 
 

@@ -79,6 +79,16 @@ def _call_of(q: Tensor, x: Arguments) -> CacheCall:
     return CacheCall(q, cache, mask, terms, x.cu_seqlens_q, longest, splits)
 
 
+def run_triton(call: CacheCall, out: Tensor, lse: Tensor) -> Any:
+    """Returns what runs calls like this one again, or None."""
+    from . import dense_call, triton_call
+
+    if dense_call.is_faster(call) or triton_call.SplitMask.of(call.mask) is None:
+        dense_call.dense_forward(call, out, lse)
+        return None
+    return triton_call.cache_attention_fwd(call, out, lse)
+
+
 def _fwd(out: Tensor, lse: Tensor, q: Tensor, *rest: Any) -> None:
     call, backend = _call_of(q, Arguments(*rest[:-1])), rest[-1]
     match choose("attention_with_cache", backend, call) if backend == "auto" else backend:
@@ -90,9 +100,7 @@ def _fwd(out: Tensor, lse: Tensor, q: Tensor, *rest: Any) -> None:
             if lse.numel():
                 lse.copy_(exact.lse)
         case "triton":
-            from . import triton_call
-
-            triton_call.cache_attention_fwd(call, out, lse)
+            run_triton(call, out, lse)
         case _:
             from .tiled import cache_attention_fwd
 

@@ -99,7 +99,8 @@ class SplitCall:
             0 if self.is_shared else self.E,
             architecture_of(self.device),
             all(_is_aligned(x) for x in (self.q, cache.k, cache.v)),
-            not self._is_folded,
+            # Rows of pages that are smaller than a tile are one for each key.
+            not self._is_folded or (cache.is_paged and cache.k.shape[1] % 128 != 0),
         )
         is_fixed = call.splits.is_fixed or call.splits.count is not None
         rows = call.most_queries * call.group
