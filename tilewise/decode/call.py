@@ -113,7 +113,11 @@ def make_call(
     device = check_same_device(op, tensors)
     call = CacheCall(q, cache, mask, checked, cu_seqlens_q, max_seqlen_q, splits)
     if mask.has_predicate:
-        mask = mask.lowered(B, H, call.most_queries, cache.capacity, device)
+        # No key past the longest sequence is asked for, where lengths may be read.
+        longest = cache.capacity
+        if device.type == "cpu" and B and not torch.compiler.is_compiling():
+            longest = int(cache.lengths.max().clamp(0, longest))
+        mask = mask.lowered(B, H, call.most_queries, longest, device)
     mask.check_contents(B, H, reads=device.type == "cpu" and not torch.compiler.is_compiling())
     return replace(call, mask=mask)
 
