@@ -48,23 +48,22 @@ def append() -> None:
 # name: the call, its targets, bytes a thread that the attention kernel may spill on sm_90.
 VARIANTS: dict[str, tuple[Callable[[], None], str, int]] = {
     "one query": (attend(), "*", 0),
-    "pages of 16": (attend(page=16), "sm_90 sm_80 gfx950", 0),
-    "pages of 64": (attend(page=64), "sm_90", 0),
+    "pages of 16": (attend(page=16), "sm_90 gfx950", 0),
     "pages of 7": (attend(page=7), "sm_90", 0),
-    "D 64": (attend(64), "sm_90 gfx942", 0),
-    "D 256": (attend(256), "sm_90 sm_120", 0),
-    "D 80": (attend(80), "sm_90", 16),
-    "16 queries": (attend(M=16), "sm_90 sm_89 gfx942", 16),
+    "D 64": (attend(64), "sm_90", 0),
+    "D 256": (attend(256), "sm_120", 0),
+    "D 80": (attend(80), "sm_90", 0),
+    "16 queries": (attend(M=16), "sm_90 sm_89", 16),
     "512 queries": (attend(M=512, page=64), "sm_90", 0),
     "float8": (attend(storage=F8, page=16), "sm_90 sm_89", 0),
-    "fp32": (attend(dtype=torch.float32), "sm_90 gfx942", 0),
+    "fp32": (attend(dtype=torch.float32), "sm_90", 0),
     "ALiBi, sinks": (attend(alibi_slopes=torch.zeros(32), sinks=torch.zeros(32)), "sm_90", 0),
     "batch invariant": (attend(batch_invariant=True), "sm_90", 0),
-    "tree": (attend(M=4, mask=tw.tree(torch.tensor([1, 3, 5, 9]))), "sm_90", 32),
-    "latent, 16 heads": (latent(16), "sm_90 sm_120 gfx950", 0),
+    "tree": (attend(M=4, mask=tw.tree(torch.tensor([1, 3, 5, 9]))), "sm_90", 0),
+    "latent, 16 heads": (latent(16), "sm_90 sm_120", 0),
     # An accumulator of 64 rows of 512 leaves few registers.
     "latent, 128 heads": (latent(128), "sm_90 sm_89 gfx942", 512),
-    "append": (append, "sm_90 sm_89", 0),
+    "append": (append, "sm_90", 0),
 }  # fmt: skip
 
 
@@ -99,7 +98,7 @@ def test_many_queries_over_a_contiguous_cache_are_a_dense_call(monkeypatch: Any)
     assert found == {"cache_attention_fwd", "cache_combine"}
 
 
-@pytest.mark.parametrize("page", [None, 1, 16, 64, 128])
+@pytest.mark.parametrize("page", [None, 16, 128])
 def test_two_tiles_are_on_their_way(page: int | None, monkeypatch: Any) -> None:
     """Keys and values of 128 slots take 64 KiB, and there are two of them: pages too, whose tables
     would otherwise be waited for."""

@@ -15,10 +15,11 @@ BEFORE = [17, 0, 40]
 
 
 def turn(x: Tensor, position: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotary by complex numbers, x `[heads, D]`."""
+    """Rotary by complex numbers, x `[heads, D]`; in fp64 for an x in fp64, else in fp32."""
     half = cos.shape[1]
-    angle = torch.complex(cos[position].double(), sin[position].double())
-    part = x[:, : 2 * half].double()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    angle = torch.complex(cos[position].to(wide), sin[position].to(wide))
+    part = x[:, : 2 * half].to(wide)
     pair = (part[:, 0::2], part[:, 1::2]) if interleaved else (part[:, :half], part[:, half:])
     z = torch.complex(pair[0].contiguous(), pair[1].contiguous()) * angle
     both = [z.real, z.imag]
@@ -68,13 +69,13 @@ def expected(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     outs, lses = [], []
     for b, used in enumerate(BEFORE):
-        k_new, v_new, q = x["k"][b], x["v"][b], x["q"][b]
+        k_new, v_new, q = (x[name][b].to(dtype) for name in ("k", "v", "q"))
         if rotary is not None:
             k_new = torch.stack([turn(k, used + i, *rotary) for i, k in enumerate(k_new)])
             local = options.get("causal") or options.get("window", (-1, -1)) != (-1, -1)
             q = torch.stack([turn(row, used + i * bool(local), *rotary) for i, row in enumerate(q)])
-        keys = torch.cat([x["k_cache"][b, :used], k_new])
-        values = torch.cat([x["v_cache"][b, :used], v_new])
+        keys = torch.cat([x["k_cache"][b, :used].to(dtype), k_new])
+        values = torch.cat([x["v_cache"][b, :used].to(dtype), v_new])
         own = {**options, "hidden": 0 if hidden is None else hidden[b]}
         if options.get("slopes") is not None and options["slopes"].dim() == 2:
             own["slopes"] = options["slopes"][b]
@@ -100,8 +101,9 @@ def paged(x: Tensor, size: int, order: Tensor) -> Tensor:
     return shuffled
 
 
-TABLES = (torch.randn(64, 4), torch.randn(64, 4))
-SLOPES = torch.rand(B, H)
+_ANGLES = torch.arange(64).unsqueeze(1) * 0.1 ** torch.arange(4)
+TABLES = (_ANGLES.cos(), _ANGLES.sin())
+SLOPES = torch.linspace(0.05, 0.9, B * H).reshape(B, H)
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "causal": ({"causal": True}, {"causal": True}),
@@ -202,15 +204,18 @@ def test_flash_attn_3_packed_queries_and_new_keys() -> None:
     for b, (used, count) in enumerate(zip(BEFORE, counts, strict=True)):
         rows = slice(int(cu[b]), int(cu[b + 1]))
         first = int(at[b])
-        turned = [
-            torch.stack([turn(row, first + i, *TABLES, True) for i, row in enumerate(t[rows])])
-            for t in (q, k)
-        ]
-        keys = torch.cat([x["k_cache"][b, :used], turned[1]])
-        values = torch.cat([x["v_cache"][b, :used], v[rows]])
-        tensors = (turned[0], keys, values)
-        exact, exact_lse = one(*(t.double() for t in tensors), causal=True)
-        eager, _ = one(*tensors, causal=True)
+        results = []
+        for dtype in (torch.float64, torch.float32):
+            turned = [
+                torch.stack(
+                    [turn(row.to(dtype), first + i, *TABLES, True) for i, row in enumerate(t[rows])]
+                )
+                for t in (q, k)
+            ]
+            keys = torch.cat([x["k_cache"][b, :used].to(dtype), turned[1]])
+            values = torch.cat([x["v_cache"][b, :used], v[rows]]).to(dtype)
+            results.append(one(turned[0], keys, values, causal=True))
+        (exact, exact_lse), (eager, _) = results
         assert out[rows].shape[0] == count
         assert_within_budget(out[rows], exact, eager)
         assert_lse_within_budget(lse[:, rows], exact_lse, torch.float32)

@@ -27,7 +27,7 @@ from .triton_split_kv import HEAD, NONE, TOKEN, Parts, Scales, _cache_attention_
 FAR = _FAR.value
 _LEAST_SCALE = 1e-37
 # Programs of the interpreter.
-_INTERPRETED = 3
+_INTERPRETED = 5
 _COMBINE = Config(0, 0, 4, 1)
 
 
@@ -99,8 +99,7 @@ class SplitCall:
             0 if self.is_shared else self.E,
             architecture_of(self.device),
             all(_is_aligned(x) for x in (self.q, cache.k, cache.v)),
-            # Rows of pages that are smaller than a tile are one for each key.
-            not self._is_folded or (cache.is_paged and cache.k.shape[1] % 128 != 0),
+            self._is_heavy,
         )
         is_fixed = call.splits.is_fixed or call.splits.count is not None
         rows = call.most_queries * call.group
@@ -108,6 +107,14 @@ class SplitCall:
         self.config: SplitConfig = split_config(self.key, self.block_m)
         self.is_fixed = is_fixed
         self.rows_per_unit = max(1, min(self.block_m, rows))
+
+    @property
+    def _is_heavy(self) -> bool:
+        """Whether a program holds more than products: terms of scores, the bits of a tree, or a row
+        for each key of pages that are smaller than a tile."""
+        mask, cache = SplitMask.of(self.call.mask), self.call.cache
+        is_tree = mask is not None and mask.tree is not None
+        return not self._is_folded or is_tree or (cache.is_paged and cache.k.shape[1] % 128 != 0)
 
     @property
     def precision(self) -> str:

@@ -1,7 +1,7 @@
 """Transformers' cache interface over `tilewise.KVCache`: `generate()` with a paged cache.
 
     cache = PagedCache(page_size=16, max_length=2048)
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, cache=cache)  # past_key_values= before Transformers 5.24
 
 A layer hands the new keys and values on as they are, with the cache beside them; the attention
 function of `register()` reads it there. Of other attention functions it is refused at the second
