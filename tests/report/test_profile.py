@@ -88,6 +88,8 @@ def test_softmax_has_a_percent_of_the_work_and_its_share_of_time() -> None:
     assert second == "Forward: plain 50 µs, tiled 5 µs on the triton backend."
     kernels_table, parts = profile.tabulate(found)
     assert len(kernels_table.rows) == len(parts.rows) == 4
+    assert parts.columns[2:] == ["prepare", "main", "combine", "other", "device", "host"]
+    assert parts.rows[0] == ["tiled", "forward", "0.0", "5.0", "0.0", "0.0", "5.0", "1.0"]
 
 
 @pytest.mark.parametrize("argv", [["--device", "cpu"], []])

@@ -251,14 +251,22 @@ def tabulate(found: Profile) -> list[Table]:
         for kernel in part.kernels
     ]  # fmt: skip
     columns = ["part", "role", "kernel", "µs", "of the part"]
+    roles = ("prepare", "main", "combine", "other")
     sums = [
-        [kind, part.title, f"{part.device_us:.1f}", f"{part.host_us:.1f}"]
+        [
+            kind,
+            part.title,
+            *(f"{part.by_role().get(role, 0.0):.1f}" for role in roles),
+            f"{part.device_us:.1f}",
+            f"{part.host_us:.1f}",
+        ]
         for kind, parts in (("tiled", found.tiled), ("plain", found.plain))
         for part in parts
     ]
+    parts_of = ["attention", "part", *roles, "device", "host"]
     return [
         Table("Kernels, in the order in which they ran", columns, rows, texts=3),
-        Table("Parts", ["attention", "part", "device µs", "host µs"], sums, texts=2),
+        Table("Parts, in µs", parts_of, sums, texts=2),
     ]
 
 

@@ -310,7 +310,16 @@ function advance(isEnough) {
 byId("play").onclick = play;
 byId("step").onclick = () => advance(() => true);
 byId("row").onclick = () => advance((step) => step.isLast);
-byId("end").onclick = () => advance(() => false);
+// In slices, so that a page of a million keys can still be paused.
+function toEnd() {
+  pause();
+  const until = performance.now() + 150;
+  while (!walk.isOver && performance.now() < until) walk.step();
+  show();
+  if (!walk.isOver) timer = setTimeout(toEnd, 0);
+  else byId("live").textContent = walk.words();
+}
+byId("end").onclick = toEnd;
 byId("restart").onclick = () => { pause(); walk.restart(); show(); };
 byId("pass").innerHTML = passes.map((w, i) => `<option value="${i}">${escapeText(w.pass.title)}</option>`).join("");
 byId("pass").onchange = (event) => { pause(); walk = passes[+event.target.value]; show(); };
