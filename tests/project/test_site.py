@@ -21,7 +21,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_every_page_has_its_place(pages: dict[str, str]) -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = re.findall(r"([\w/]+\.md)$", text[text.index("\nnav:") :], re.MULTILINE)
+    listed = re.findall(r"([\w/.]+\.md)$", text[text.index("\nnav:") :], re.MULTILINE)
     assert len(listed) == len(set(listed))
     missing, gone = set(pages) - set(listed), set(listed) - set(pages)
     assert not missing, f"no line in the nav of mkdocs.yml: {sorted(missing)}"
