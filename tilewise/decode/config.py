@@ -79,8 +79,7 @@ def split_config(key: Key, block_m: int) -> SplitConfig:
     # Tiles of half the bytes leave room for a second program.
     programs = 2 if 2 * block_n * bytes_of_key <= _STAGE else 1
     # Conversions, terms of scores and wide accumulators want registers.
-    is_odd = key.dim not in (16, 32, 64, 128) or key.storage != key.dtype
-    is_heavy = key.is_heavy or is_odd or block_m > 16
+    is_heavy = key.is_heavy or key.dim not in (16, 32, 64, 128) or key.storage != key.dtype
     return SplitConfig(Config(block_m, block_n, 8 if is_heavy else 4, 3), programs)
 
 
