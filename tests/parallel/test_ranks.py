@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tests.helpers import UNDER_TEST
 from tests.parallel import jobs
 from tests.parallel.over_ranks import Way
-from tests.parallel.ranks import RANKS, WORLD, RankError
+from tests.parallel.ranks import GPU_RANKS, RANKS, WORLD, RankError
 from tilewise.core.tolerance import assert_within_budget
 from tilewise.parallel import contiguous, striped, volumes, zigzag
 from tilewise.parallel.volumes import Shape
@@ -325,3 +326,19 @@ def test_the_reasons_of_a_call_with_all_its_arguments() -> None:
     with pytest.raises(RankError, match="softcap") as caught:
         RANKS.run(3, jobs.explained_with, way, (8, 8), {"softcap": -2.0})
     assert caught.value.kinds == dict.fromkeys(range(3), "ValueError")
+
+
+# ---------------------------------------------------------------- the pools themselves
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(0, 0), (1, 0), (2, 2), (3, 2), (4, 4), (8, 4)])
+def test_the_pool_over_gpus_counts_them_when_asked(
+    count: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when it is imported, which is before `--device` is read."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert GPU_RANKS.world == 0
+    monkeypatch.setattr(UNDER_TEST, "device", "cuda")
+    assert GPU_RANKS.world == ranks
+    with pytest.raises(AssertionError, match=f"{ranks + 1} ranks of {ranks}"):
+        GPU_RANKS.run(ranks + 1, jobs.anew)
