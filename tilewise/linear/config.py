@@ -12,6 +12,8 @@ import torch
 from ..kernels.launch import Config
 
 CHUNK = 64
+# With 227 KiB of shared memory.
+_LARGE_SHARED = ("sm_90", "sm_100", "sm_103")
 
 
 class Key(NamedTuple):
@@ -50,17 +52,21 @@ def stage_config(key: Key) -> StageConfig:
     if key.gate == 2:
         block_d = min(32, block_d)
     full = power_of_two(key.D)
+    is_wide = full > 128 or key.dtype == torch.float32
     # As many slices as keep the GPU's multiprocessors busy, of as many columns as registers hold.
-    widest = 16 if full > 128 or key.dtype == torch.float32 else 32
-    if key.programs >= 128 and full <= 128 and key.dtype != torch.float32:
+    widest = 16 if is_wide else 32
+    has_room = key.architecture in _LARGE_SHARED and not is_wide
+    if key.programs >= 128 and has_room:
         widest = 64
     slice_e = min(widest, power_of_two(key.E))
     warps = 8 if full > 128 or slice_e > 32 else 4
+    # The next chunk is on its way while one is worked on, where both fit.
+    stages = 2 if has_room else 1
     return StageConfig(
         block_d,
         block_e,
         Config(64, 64, 4, 1),
         Config(64, 64, 8, 1),
         slice_e,
-        Config(64, slice_e, warps, 2),
+        Config(64, slice_e, warps, stages),
     )

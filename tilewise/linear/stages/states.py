@@ -73,14 +73,25 @@ def _states_kernel(
             dims = tl.arange(0, FULL_D)
             total = tl.load(prepared.total + at * D + dims, mask=dims < D, other=0.0)
             k = load_block_transposed(prepared.k, at, 0, 0, C, FULL_D, C, D)
-            state = dot(k, d, state * total[:, None], DTYPE, BUILD)
+            state = _add_step(k, d, state * total[:, None], DTYPE, BUILD)
         else:
             k = load_columns(call.k, row, first, count, qk_head, 0, C, FULL_D, D)
             if BUILD.gate == SCALAR_GATE:
                 d = d * tl.load(prepared.left + at * C + tl.arange(0, C))[:, None]
                 state = state * tl.load(prepared.total + at)
-            state = dot(k, d, state, DTYPE, BUILD)
+            state = _add_step(k, d, state, DTYPE, BUILD)
     store_block(final, index, 0, e0, state, FULL_D, BLOCK_E, D, E, BUILD)
+
+
+@triton.jit
+def _add_step(k, d, state, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+    """S + k^T d. The delta rule's d is no number of the inputs' dtype, and what is rounded off it
+    would stay in the state: it is added in two parts."""
+    high = narrow(d, DTYPE, BUILD)
+    state = dot(k, high, state, DTYPE, BUILD)
+    if BUILD.has_delta and tl.float32 != DTYPE:
+        state = dot(k, d - high.to(tl.float32), state, DTYPE, BUILD)
+    return state
 
 
 @triton.jit
