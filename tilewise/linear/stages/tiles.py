@@ -173,6 +173,20 @@ def sum_dot(ones, x, BUILD: tl.constexpr):
 
 
 @triton.jit
+def sum_dot_right(x, ones, BUILD: tl.constexpr):
+    """The same with the matrix of 0 and 1 on the right."""
+    FINE: tl.constexpr = BUILD.fine
+    if FINE == "interpreted":
+        return tl.dot(x, ones)
+    elif FINE == "bf16":
+        high, low = _split(x)
+        ones = ones.to(tl.bfloat16)
+        return tl.dot(high, ones, tl.dot(low, ones))
+    else:
+        return tl.dot(x, ones, input_precision=FINE)
+
+
+@triton.jit
 def _split(x):
     """fp32 numbers as the sum of two in bf16."""
     high = x.to(tl.bfloat16)
