@@ -23,7 +23,7 @@ LABS := $(sort $(wildcard labs/[0-9]*.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env run test interpreter-test compile-test gpu-test lint format labs notebooks docs bench gpu-bench clean
+.PHONY: help env run test interpreter-test compile-test gpu-test lint format labs notebooks docs site bench gpu-bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,12 @@ notebooks: $(READY)  ## render the labs to notebooks under build/labs, executed
 docs: $(READY)  ## run the documents' commands and examples, and check their links
 	@$(BIN)/python tools/check_docs.py $(ARGS)
 
+site: $(READY) build/site-env/.ready  ## build the documentation site into build/site; a warning is an error
+	@$(BIN)/python tools/site.py
+	@NO_MKDOCS_2_WARNING=1 PYTHONWARNINGS=error build/site-env/bin/mkdocs build --strict --quiet $(ARGS)
+	@$(BIN)/python tools/site.py --check build/site
+	@echo "The site is in build/site/index.html"
+
 bench: $(READY)  ## tilewise bench
 	@$(BIN)/tilewise bench $(ARGS)
 
@@ -89,6 +95,13 @@ $(READY): pyproject.toml requirements/constraints.txt
 	@sed $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d' -e '/^triton==/d') -e '/^#/d' requirements/constraints.txt > $(PINS)
 	@$(if $(TORCH_INDEX),$(PIP) install --no-deps --index-url $(TORCH_INDEX) -c $(PINS) torch,:)
 	@$(PIP) install -c $(PINS) -e '.[dev]'
+	@touch $@
+
+build/site-env/.ready: requirements/docs.txt
+	@$(PYTHON) -c 'import sys; sys.exit("The site needs Python 3.11 or newer; name one with PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@echo "Making $(@D) from requirements/docs.txt."
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip -qq --no-input --disable-pip-version-check install -r requirements/docs.txt
 	@touch $@
 
 build/triton-%/.ready: $(READY)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilewise as tw
+from tilewise.bench import environment
 from tilewise.flash_attn.layers.rotary import apply_rotary_emb
 
 GIB = 2**30
@@ -282,7 +283,9 @@ def main() -> None:
         return
     results = [result for plan in PLANS[arguments.device] for result in compare(plan)]
     if arguments.output:
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        made = {"environment": environment.describe(torch.device(arguments.device))}
+        text = json.dumps(made | {"runs": results}, indent=1)
+        arguments.output.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,9 +19,17 @@ if TYPE_CHECKING:
     from .core.mask_leaves import key_padding as key_padding
     from .core.mask_leaves import left_padding as left_padding
     from .core.mask_leaves import prefix as prefix
+    from .core.mask_leaves import tree as tree
     from .core.mask_leaves import window as window
     from .core.partials import Partial as Partial
     from .core.partials import merge as merge
+    from .decode.api import KVCache as KVCache
+    from .decode.api import Rotary as Rotary
+    from .decode.api import attention_with_cache as attention_with_cache
+    from .decode.api import attention_with_cache_partial as attention_with_cache_partial
+    from .decode.api import explain_cache_backend as explain_cache_backend
+    from .decode.cascade import cascade_attention as cascade_attention
+    from .decode.mla import mla_with_cache as mla_with_cache
     from .dense.api import attention as attention
     from .dense.api import attention_partial as attention_partial
     from .dense.api import attention_partial_backward as attention_partial_backward
@@ -38,11 +46,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_LEAVES = "causal chunked documents full intervals key_padding left_padding prefix window"
+_LEAVES = "causal chunked documents full intervals key_padding left_padding prefix tree window"
 _DENSE = (
     "attention attention_partial attention_partial_backward attention_varlen "
     "attention_varlen_partial explain_backend"
 )
+_DECODE = "KVCache Rotary attention_with_cache attention_with_cache_partial explain_cache_backend"
 _PARALLEL = "context_parallel_attention context_parallel_attention_partial explain_schedule"
 _HOME = {
     "BackendChoice": "core.backends",
@@ -50,10 +59,13 @@ _HOME = {
     "context_parallel_decode": "parallel.decode",
     "Partial": "core.partials",
     "blocks": "core.mask_bits",
+    "cascade_attention": "decode.cascade",
     "from_block_mask": "integrations.flex_attention",
     "from_function": "core.mask_bits",
     "merge": "core.partials",
+    "mla_with_cache": "decode.mla",
     **dict.fromkeys(_LEAVES.split(), "core.mask_leaves"),
+    **dict.fromkeys(_DECODE.split(), "decode.api"),
     **dict.fromkeys(_DENSE.split(), "dense.api"),
     **dict.fromkeys(_PARALLEL.split(), "parallel.api"),
 }

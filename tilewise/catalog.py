@@ -17,7 +17,7 @@ class Op:
     public: the function users call. run, exact, eager: its three forms on a `Case`.
     floors: the fp32 rounding of what cancels in its gradients. cases: `(op, dtype, device)` to a
     list of `Case`. takes: `(case, backend)`, whether the backend does what a case asks for.
-    backends: those that `run` is verified on.
+    backends: those that `run` is verified on. has_gradients: False for ops of inference.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Op:
     takes: str
     backends: tuple[str, ...]
     paper: str
+    has_gradients: bool = True
 
     def load(self, role: str) -> Any:
         """The function behind one of the dotted names."""
@@ -70,6 +71,22 @@ def _linear(name: str, paper: str) -> Op:
     )
 
 
+def _cached(name: str) -> Op:
+    return Op(
+        name=name,
+        public=f"decode.api:{name}",
+        run="decode.budget:run",
+        exact="decode.budget:exact",
+        eager="decode.budget:eager",
+        floors="decode.budget:floors",
+        cases="decode.cases:cases",
+        takes="decode.budget:takes",
+        backends=("tiled", "triton"),
+        paper="PagedAttention, arXiv 2309.06180",
+        has_gradients=False,
+    )
+
+
 OPS: tuple[Op, ...] = (
     _dense("attention"),
     _dense("attention_partial"),
@@ -94,4 +111,6 @@ OPS: tuple[Op, ...] = (
     _linear("delta_rule", "DeltaNet, arXiv 2406.06484"),
     _linear("gated_delta_rule", "Gated DeltaNet, arXiv 2412.06464"),
     _linear("kda", "Kimi Linear, arXiv 2510.26692"),
+    _cached("attention_with_cache"),
+    _cached("attention_with_cache_partial"),
 )

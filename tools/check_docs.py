@@ -41,7 +41,10 @@ KNOWN = (
     (r"python3? -m venv\b", "`make env` makes one"),
     (r"(source|\.) \S+/activate$", "the environment's commands are on the PATH"),
     (r"(\S+/)?pre-commit install\b", "it would change this checkout's git hooks"),
-    (r"(\S+/)?tilewise report(?!.*--(quick|help))", "`make run ARGS=--quick` runs its quick form"),
+    (
+        r"(\S+/)?tilewise report(?!.*--(quick|help|compare))",
+        "`make run ARGS=--quick` runs its quick form",
+    ),
     (r"git (commit|push|switch|checkout)\b", "it would change the checkout"),
 )
 

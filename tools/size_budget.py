@@ -44,6 +44,7 @@ GIVEN_SIGNATURES = {
     ("tilewise/linear/api.py", "delta_rule"): "the public op: one keyword per part of the formula",
     ("tilewise/linear/api.py", "gated_delta_rule"): "the same",
     ("tilewise/linear/api.py", "kda"): "the same",
+    ("tilewise/decode/api.py", "attention_with_cache"): "the same, over a cache",
     ("tilewise/parallel/", "context_parallel_"): "the same, and where the tokens are",
     ("tilewise/parallel/", "explain_schedule"): "those of the call that it explains",
     ("tilewise/flash_attn/", "flash_attn_"): "flash-attn's own argument names",

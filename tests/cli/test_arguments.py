@@ -51,6 +51,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["bench", "--output", "no/such/folder/x.json"], "output 'no/such/folder/x.json'"),
         (["report", "--output", "no/such/folder/x.html"], "cannot be written: No such file"),
         (["report", "--output", "."], "cannot be written: Is a directory"),
+        (["report", "--plots", "README.md/x"], "output 'README.md/x' cannot be written"),
         (["report", "--device", "xpu"], "device must be auto, cpu or cuda"),
         (["doctor", "me"], "unrecognized arguments: me"),
         (["explode"], "invalid choice: 'explode'"),

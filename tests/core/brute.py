@@ -190,6 +190,25 @@ def chunks(sizes: Sizes) -> st.SearchStrategy[Case]:
 
 
 @st.composite
+def trees(draw: st.DrawFn, sizes: Sizes) -> Case:
+    """Any bits, not trees alone; fewer rows than queries, and more."""
+    rows = draw(st.integers(0, min(sizes.M + 1, 20)))
+    per_row = draw(st.booleans())
+    rng = random.Random(draw(st.integers(0, 1 << 32)))
+    table = [[rng.getrandbits(min(rows, 31)) for _ in range(rows)] for _ in range(sizes.B)]
+    given = table if per_row else table[0]
+
+    def sees(at: At) -> bool:
+        own = at.j - (at.p - at.i)
+        if at.i >= rows:
+            return False
+        bits = table[at.b if per_row else 0][at.i]
+        return own < 0 or (own < rows and bool(bits >> own & 1))
+
+    return Case(tw.tree(draw(integers_of(given))), sees)
+
+
+@st.composite
 def interval_masks(draw: st.DrawFn, sizes: Sizes) -> Case:
     """Up to three intervals a query, in any order: some overlap, touch, are empty or reversed."""
     B, H, dims = _table_heads(draw, sizes)
@@ -277,6 +296,7 @@ def exact_leaves(sizes: Sizes) -> st.SearchStrategy[Case]:
         paddings(sizes),
         chunks(sizes),
         interval_masks(sizes),
+        trees(sizes),
         st.just(Case(tw.full(), lambda at: True)),
     )
 

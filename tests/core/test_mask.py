@@ -42,6 +42,12 @@ TABLE = [[True, False, True], [False, False, True]]
 LOOKUP = torch.arange(2 * 2 * 7 * 9).reshape(2, 2, 7, 9) % 5 < 2
 
 
+def sees_own(bits: int, at: At) -> bool:
+    """A key before the first query, or one whose bit is set."""
+    own = at.j - (at.p - at.i)
+    return own < 0 or bool(bits >> own & 1)
+
+
 def in_interval(at: At, shift: int = 0) -> bool:
     """STARTS and STOPS, moved to the right by `shift`."""
     if at.i >= len(STARTS):
@@ -125,6 +131,14 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Mask], Callable[[At], bool]]] = {
     "chunked 1": (lambda: tw.chunked(1), lambda at: at.j == at.p),
     "chunked 4": (lambda: tw.chunked(4), lambda at: at.j // 4 == at.p // 4),
     "chunked larger than all": (lambda: tw.chunked(64), lambda at: at.p // 64 == 0),
+    "tree": (
+        lambda: tw.tree(ints([1, 3, 5, 13])),
+        lambda at: at.i < 4 and sees_own((1, 3, 5, 13)[at.i], at),
+    ),
+    "tree per batch": (
+        lambda: tw.tree(torch.tensor([[1, 0, 6], [7, 1, 1]])),
+        lambda at: at.i < 3 and sees_own(((1, 0, 6), (7, 1, 1))[at.b][at.i], at),
+    ),
     "intervals [M, I]": (lambda: tw.intervals(ints(STARTS), ints(STOPS)), in_interval),
     "intervals [B, M, I]": (
         lambda: tw.intervals(

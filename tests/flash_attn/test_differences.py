@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -220,23 +221,38 @@ def test_backward_is_deterministic_on_tiled_without_the_flag() -> None:
 
 
 @row("`block_table`")
-def test_block_table_is_not_there_yet() -> None:
-    call = make_call("flash_attn_varlen_func", {}, torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="gather each sequence's pages into packed k"):
-        run(call, call.tensors, block_table=torch.zeros(4, 1, dtype=torch.int32))
+def test_pages_of_any_size() -> None:
+    """Three keys a page, and its keys alone: one result."""
+    call = make_call("flash_attn_varlen_func", {"causal": True}, torch.float32)
+    q, k, v = (call.tensors[name] for name in "qkv")
+    edges = call.edges("k")
+    width = max(-(-(b - a) // 3) for a, b in pairwise(edges))
+    pages = [torch.full((9 * width, 3, *x.shape[1:]), float("nan")) for x in (k, v)]
+    table = torch.randperm(9 * width)[: (len(edges) - 1) * width].reshape(-1, width).int()
+    for b, (start, stop) in enumerate(pairwise(edges)):
+        for n in range(stop - start):
+            for x, page in zip((k, v), pages, strict=True):
+                page[table[b, n // 3], n % 3] = x[start + n]
+    paged = {"q": q, "k": pages[0], "v": pages[1]}
+    got = run(call, paged, block_table=table)
+    exact, eager = (formula(call, {n: x.to(d) for n, x in call.tensors.items()})[0]
+                    for d in (torch.float64, torch.float32))  # fmt: skip
+    assert_within_budget(got, exact, eager)
 
 
 @row("`flash_attn_with_kvcache`")
-def test_cache_is_not_there_yet_and_the_mask_it_names_is_right() -> None:
+def test_mask_of_a_cache_that_learns() -> None:
+    """Where gradients are wanted, lengths are a mask of plain attention."""
     call = make_call("flash_attn_func", {"causal": True}, torch.float32, shape=(3, 16))
     q, k_cache, v_cache = call.tensors.values()
-    with pytest.raises(NotImplementedError) as raised:
-        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=5)
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        flash_attn.flash_attn_with_kvcache(q.clone().requires_grad_(), k_cache, v_cache)
     lengths = torch.tensor([7, 12])
-    named = re.search(r"tilewise\.attention\(.*\)\)", str(raised.value))
-    assert named
-    names = {"tilewise": tilewise, "q": q, "k_cache": k_cache, "v_cache": v_cache}
-    out = eval(named[0], {**names, "lengths": lengths})
+    mask = tilewise.key_padding(lengths) & tilewise.causal(offset=lengths - q.shape[1])
+    out = tilewise.attention(q, k_cache, v_cache, mask=mask)
+    cached = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lengths, causal=True
+    )
     for b, length in enumerate(lengths.tolist()):
         own = {
             name: (x if name == "q" else x[:, :length])[b : b + 1]
@@ -245,3 +261,4 @@ def test_cache_is_not_there_yet_and_the_mask_it_names_is_right() -> None:
         wide = {name: x.double() for name, x in own.items()}
         exact, eager = (formula(call, x)[0] for x in (wide, own))
         assert_within_budget(out[b : b + 1], exact, eager)
+        assert_within_budget(cached[b : b + 1], exact, eager)

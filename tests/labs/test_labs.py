@@ -68,8 +68,8 @@ def lab_tools() -> ModuleType:
     return module
 
 
-def test_there_are_four_labs_in_order():
-    assert [lab.name[:3] for lab in LABS] == ["01_", "02_", "03_", "04_"]
+def test_there_are_seven_labs_in_order():
+    assert [lab.name[:3] for lab in LABS] == [f"0{number}_" for number in range(1, 8)]
 
 
 @every_lab

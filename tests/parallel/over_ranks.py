@@ -171,6 +171,7 @@ class OpOverRanks:
     """Stands where `verify_case` wants an op of the catalog: the dense partial is the oracle."""
 
     way: Way
+    has_gradients: bool = True
 
     def load(self, role: str) -> Any:
         return self._run if role == "run" else getattr(budget, role)

@@ -25,7 +25,7 @@ PINS = [
 ]
 TARGETS = (
     *("run", "test", "interpreter-test", "compile-test", "gpu-test", "lint", "labs", "notebooks"),
-    *("docs", "bench", "gpu-bench", "clean", "help"),
+    *("docs", "site", "bench", "gpu-bench", "clean", "help"),
 )
 
 
@@ -97,7 +97,7 @@ def test_ci_script_is_executable_and_runs_every_part() -> None:
     assert script.stat().st_mode & 0o100
     text = script.read_text(encoding="utf-8")
     targets = ("lint", "test", "interpreter-test", "compile-test", "run ARGS=--quick")
-    for target in (*targets, "labs", "docs"):
+    for target in (*targets, "labs", "docs", "site"):
         assert re.search(rf"\bmake (--no-print-directory )?{target}\b(?!-)", text), target
 
 

@@ -3,6 +3,8 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -147,3 +149,15 @@ def test_pairs_and_quick_texts_are_of_the_sentences() -> None:
     assert min(words) == 1
     assert max(words) > 80
     assert model.ALONE != model.PADDED
+
+
+def test_plots_stand_alone_for_slides(report: Report, tmp_path: Path) -> None:
+    paths = page.write_plots(report, tmp_path)
+    assert [path.name for path in paths][:2] == [
+        "time-causal-forward.svg",
+        "extra-memory-causal-forward.svg",
+    ]
+    for path in paths:
+        svg = path.read_text(encoding="utf-8")
+        assert "var(--" not in svg
+        assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"

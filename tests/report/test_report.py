@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 from tests.report.conftest import QuickRun
 from tilewise.catalog import OPS
+from tilewise.report.compare import compare
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -58,6 +59,10 @@ def test_document_has_every_part(quick_run: QuickRun) -> None:
         assert {"Tilewise", "eager"} < timed
         assert any(name.startswith("SDPA") for name in timed)
     assert found["environment"]["transformers"]
+    # Beside itself nothing changed.
+    same = compare(found, found)
+    assert same.counts["times"] > 10 and same.counts["budgets"] > 20
+    assert all(table.rows == [] for table in same.tables)
 
 
 def test_model_ran_through_tilewise(quick_run: QuickRun) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `tilewise verify | doctor | bench | report`.
+"""The command line: `tilewise verify | doctor | bench | explain | profile | report`.
 
 Exit codes: 0 all is well, 1 a check failed, 2 an argument is wrong (one sentence on stderr).
 What a command found goes to stdout, where it stands to stderr; with `--json` stdout holds one JSON
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _build_parser() -> ArgumentParser:
     # Each module only names its options here; what it needs is imported when it runs.
     from .. import __version__
-    from . import bench, doctor, report, verify
+    from . import bench, doctor, explain, profile, report, verify
 
     parser = ArgumentParser(
         prog="tilewise",
@@ -40,6 +40,6 @@ def _build_parser() -> ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=ArgumentParser
     )
-    for module in (verify, doctor, bench, report):
+    for module in (verify, doctor, bench, explain, profile, report):
         module.add_command(commands)
     return parser

@@ -36,9 +36,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=["linear", "parallel"],
-        help="linear: linear attention's ops; parallel: context parallelism, its pieces, its "
-        "schedules over ranks, its plan",
+        choices=["parallel", "decode", "mla", "linear"],
+        help="parallel: context parallelism, its pieces, its schedules over ranks, its plan; "
+        "decode, mla: attention over caches; linear: linear attention's ops",
     )
     parser.add_argument("--ranks", help="parallel: how many, some with commas")
     parser.add_argument(
@@ -82,6 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         from . import bench_linear
 
         return bench_linear.run(arguments, device)
+    if arguments.what in ("decode", "mla"):
+        from . import bench_decode
+
+        return bench_decode.run(arguments, device)
     if arguments.ranks is not None:
         raise UsageError(f"{COMMAND}: --ranks is for tilewise bench parallel.")
     if arguments.trace is not None:

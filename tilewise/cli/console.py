@@ -50,7 +50,9 @@ def print_table(
     # As Text, since rich would read brackets in a title as markup.
     table = Table(title=Text(title, "bold"), title_justify="left", header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < texts else "right")
+        justify = "left" if index < texts else "right"
+        # Where a terminal is narrow a word goes on in the next line, and none loses its end.
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*row)
     _out().print(table, markup=False)

@@ -131,6 +131,21 @@ def read_output(command: str, text: str) -> Path:
     return path
 
 
+def read_folder(command: str, text: str) -> Path:
+    """A folder that can be written, made where it is not there."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".tilewise"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{command}: output {text!r} cannot be written: {error.strerror or error}."
+        ) from None
+    return path
+
+
 def require_extras(command: str) -> None:
     """Complain about what is not installed, and say what installs it."""
     missing = missing_extras()

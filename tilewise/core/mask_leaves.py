@@ -210,6 +210,44 @@ class Intervals(Leaf):
         check_table("intervals", self.starts, B, H)
 
 
+@register_leaf
+@dataclass(frozen=True, eq=False)
+class Tree(Leaf):
+    """Every key before the first query, and of the queries' own keys those with a bit set.
+
+    `bits` `[B or 1, M]`: bit j of `bits[b, i]` shows query i the key of query j, which stands at
+    key index `offset + j`.
+    """
+
+    bits: Tensor
+    CODE: ClassVar[int] = 10
+    TENSORS: ClassVar[int] = 1
+
+    def parts(self) -> tuple[list[int], list[Tensor]]:
+        return [], [self.bits]
+
+    def intervals(self, at: Index) -> list[Pair]:
+        bits = self.bits.to(at.i.device, torch.int64)
+        rows = bits.shape[1]
+        if bits.numel() == 0:
+            nothing = torch.zeros_like(at.i)
+            return [(nothing, nothing)]
+        b = at.b if bits.shape[0] > 1 else torch.zeros_like(at.b)
+        row = bits[b, at.i.clamp(0, rows - 1)]
+        # A query past the last row sees nothing.
+        known = (at.i >= 0) & (at.i < rows)
+        before = torch.where(known, at.offset, -UNBOUNDED)
+        pairs: list[Pair] = [(-UNBOUNDED, before)]
+        for j in range(rows):
+            seen = torch.where(known, (row >> j) & 1, 0)
+            pairs.append((at.offset + j, at.offset + j + seen))
+        return pairs
+
+    def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
+        if self.bits.shape[0] not in (1, B):
+            raise ValueError(f"tree: expected bits [{B} or 1, M], got {list(self.bits.shape)}.")
+
+
 def check_table(op: str, table: Tensor, B: int, H: int) -> None:
     """Raise ValueError unless `table` is `[B or 1, H or 1, ...]`."""
     if any(have != want and have != 1 for have, want in zip(table.shape, (B, H), strict=False)):
@@ -326,6 +364,24 @@ def intervals(starts: Tensor, stops: Tensor) -> Mask:
     shapes = {2: (1, 1), 3: (starts.shape[0], 1), 4: tuple(starts.shape[:2])}
     shape = (*shapes[starts.dim()], *starts.shape[-2:])
     return Intervals(starts.reshape(shape), stops.reshape(shape))
+
+
+def tree(bits: Tensor) -> Mask:
+    """A tree of drafted tokens behind a text that all of them see (speculative decoding).
+
+    Args:
+        bits: int32 or int64, `[M]` or `[B or 1, M]`, at most 32 or 64 queries: bit j of
+            `bits[b, i]` lets query i see the key of query j. The queries' own keys are the last
+            M; all keys before them are visible. A token sees itself only where its bit says so.
+    """
+    _check_integer("tree", bits)
+    width = 32 if bits.dtype == torch.int32 else 64
+    if bits.dim() not in (1, 2) or bits.shape[-1] > width:
+        raise ValueError(
+            f"tree: expected bits [M] or [B, M] with M <= {width} for {bits.dtype}, "
+            f"got {list(bits.shape)}."
+        )
+    return Tree(bits.reshape(-1, bits.shape[-1]) if bits.numel() else bits.reshape(1, 0))
 
 
 def _integers(op: str, values: Lengths, dims: tuple[int, ...] = (0, 1)) -> Tensor:

@@ -65,9 +65,14 @@ def choose_for_pieces(op: str, backend: str, q: Tensor, k: Tensor, v: Tensor) ->
 
 def why_not_triton(piece: Piece) -> str:
     """Why the triton backend cannot run a call, as a verb phrase; empty where it can."""
-    q, k, v = piece.q, piece.k, piece.v
-    if q.device.type == "meta":
+    if piece.q.device.type == "meta":
         return ""
+    return _call_problem(piece) or triton_problem(piece.q.device)
+
+
+def _call_problem(piece: Piece) -> str:
+    """What of a call the triton kernels do not do, on any GPU."""
+    q, k, v = piece.q, piece.k, piece.v
     problem = _dtype_problem(piece, _TRITON_DTYPES)
     if problem:
         return problem
@@ -75,7 +80,7 @@ def why_not_triton(piece: Piece) -> str:
         return f"takes head dims up to {_LARGEST_DIM}, got {q.shape[-1]} and {v.shape[-1]}"
     if max(q.shape[-3], k.shape[-3]) >= _MOST_ROWS:
         return f"counts rows up to {_MOST_ROWS}, got {q.shape[-3]} and {k.shape[-3]}"
-    return triton_problem(q.device)
+    return ""
 
 
 def why_not_hopper(piece: Piece) -> str:
@@ -159,6 +164,26 @@ def explain(op: str, backend: str, piece: Piece) -> BackendChoice:
     name, where = choose(op, backend, piece), describe_device(piece.q.device)
     if backend != "auto":
         return BackendChoice(name, f"named by the caller, on {where}")
+    return _explain_auto(piece, name, (why_not_triton(piece), why_not_hopper(piece)), where)
+
+
+def explain_elsewhere(piece: Piece, architecture: str, gpu: str) -> BackendChoice:
+    """What backend="auto" takes on a GPU that need not be here; piece: on any device.
+
+    architecture: `sm_90`, `gfx942`, ..., one that Triton compiles for.
+    """
+    not_triton = _call_problem(piece)
+    not_hopper = "" if architecture == "sm_90" else f"needs sm_90, and this GPU is {architecture}"
+    not_hopper = (
+        not_hopper or not_triton or _dtype_problem(piece, _HOPPER_DTYPES) or _feature_problem(piece)
+    )
+    name = "tiled" if not_triton else "triton" if not_hopper else "hopper"
+    return _explain_auto(piece, name, (not_triton, not_hopper), gpu)
+
+
+def _explain_auto(piece: Piece, name: str, problems: tuple[str, str], where: str) -> BackendChoice:
+    """problems: why not triton, and why not hopper."""
+    not_triton, not_hopper = problems
     rejected = {"reference": "the O(M N) oracle runs only when it is named"}
     if name in ("triton", "hopper"):
         rejected["tiled"] = "plain torch tiles are slower on a GPU"
@@ -169,9 +194,8 @@ def explain(op: str, backend: str, piece: Piece) -> BackendChoice:
         whose = f"Triton's the backward, since Hopper's {why_not}," if why_not else "the backward,"
         reason = f"Hopper's own kernels run the forward here, and {whose} on {where}"
         return BackendChoice(name, reason, rejected)
-    rejected["hopper"] = why_not_hopper(piece)
+    rejected["hopper"] = not_hopper
     if name == "triton":
         return BackendChoice(name, f"Triton's kernels run here, on {where}", rejected)
-    problem = why_not_triton(piece)
-    rejected["triton"] = problem or "on the CPU it only interprets, which is slow"
+    rejected["triton"] = not_triton or "on the CPU it only interprets, which is slow"
     return BackendChoice(name, f"plain torch tiles run on any device, here {where}", rejected)

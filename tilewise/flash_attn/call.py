@@ -60,7 +60,7 @@ def attend(
         raise ValueError(f"{op}: softmax_scale must be finite, got {scale}.")
     softcap = options.softcap
     keywords: dict[str, Any] = {
-        "mask": _mask(op, options),
+        "mask": mask_of(op, options),
         "scale": scale,
         "softcap": None if softcap is None or softcap <= 0.0 else softcap,
         "alibi_slopes": options.alibi_slopes,
@@ -100,7 +100,7 @@ def _check_returns(op: str, options: Options) -> None:
         )
 
 
-def _mask(op: str, options: Options) -> Mask:
+def mask_of(op: str, options: Options) -> Mask:
     left, right = _window_bounds(op, options.window_size)
     if options.causal:
         right = 0

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..core.partials import Partial, merge
 from ..core.shapes import check_shapes
 from .call import Options, Packing, Result, Window, attend, check_tensors
+from .kvcache import New, Place, Queries, Turn, attend_cache
 
 _FLOAT8 = torch.float8_e4m3fn
 
@@ -186,11 +187,70 @@ def flash_attn_combine(
     return merged.out.to(out_partial.dtype if out_dtype is None else out_dtype), lse
 
 
-def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Result:
-    """Not there yet: raises NotImplementedError with what to call instead."""
-    from .flash_attn_interface import flash_attn_with_kvcache as raise_for_it
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Result:
+    """Attention over a cache, after writing new keys and values into it; no gradient.
 
-    return raise_for_it(*args, **kwargs)
+    Args:
+        q: `[B, M, H, D]`, or packed `[T, H, D]` with cu_seqlens_q `[B + 1]`.
+        k, v: `[B, L, G, .]`, or packed with cu_seqlens_k_new.
+        page_table: `[B, W]` pages of each sequence, of any size.
+        rotary_seqlens: `[B]`, the position of each sequence's first new token; cache_seqlens when
+            None.
+        q_descale, k_descale, v_descale: `[B, G]`, of float8 q and caches, 1 when None; out is bf16.
+        scheduler_metadata: not needed, and not read.
+        The others: as `flash_attn_interface.flash_attn_with_kvcache`, and see the module.
+    Returns: out, or `(out, lse)` with lse `[B, H, M]` (packed `[H, T]`).
+    """
+    op = "flash_attn_with_kvcache"
+    _check_hints(op, num_splits, pack_gqa, sm_margin, qv)
+    packing = None
+    if cu_seqlens_q is not None:
+        packing = Packing(cu_seqlens_q, cu_seqlens_q, max_seqlen_q, None)
+    if q.dtype == _FLOAT8 or q_descale is not None:
+        # Heads are grouped as the cache's; keys and values keep their own scales.
+        like = k_cache[:0, 0] if packing is not None else k_cache[:0]
+        q = _dequantised(op, (q, like, like), (q_descale, None, None), packing)[0]
+    options = _options(softmax_scale, causal, window_size, softcap, False, False, attention_chunk)
+    return attend_cache(
+        op,
+        Queries(q, cu_seqlens_q, max_seqlen_q, num_splits),
+        (k_cache, v_cache),
+        New(k, v, cu_seqlens_k_new),
+        Turn(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
+        Place(cache_seqlens, cache_batch_idx, cache_leftpad, page_table, k_descale, v_descale),
+        options._replace(return_lse=return_softmax_lse),
+    )
 
 
 # ---------------------------------------------------------------- arguments

@@ -29,6 +29,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .call import Options, Packing, Result, Window, attend, check_tensors
+from .kvcache import New, Place, Queries, Turn, attend_cache
 
 
 def flash_attn_func(
@@ -155,23 +156,21 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 or int64 `[B + 1]`, where each sequence starts, from 0;
             equal neighbours are an empty sequence.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths, or None: a help for the launch.
-        block_table: not there yet.
+        block_table: `[B, W]` pages of each sequence; k and v are then `[pages, P, G, .]`, of any
+            page size P, and have no gradient. Lengths are those of cu_seqlens_k.
         The others: see the module.
     Returns: out `[T, H, E]`, 0 past `cu_seqlens_q[-1]`; a tuple as the flags say.
     """
     op = "flash_attn_varlen_func"
-    if block_table is not None:
-        raise NotImplementedError(
-            f"{op}: paged keys and values (block_table) are not there yet; gather each sequence's "
-            "pages into packed k and v and leave block_table out."
-        )
-    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    lengths = {"cu_seqlens_q": "B+1", "cu_seqlens_k": "B+1"}
-    check_tensors(op, tensors, q="T H D", k="S G D", v="S G E", **lengths)
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_lse,
     )  # fmt: skip
+    if block_table is not None:
+        return _attend_pages(op, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, options)
+    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    lengths = {"cu_seqlens_q": "B+1", "cu_seqlens_k": "B+1"}
+    check_tensors(op, tensors, q="T H D", k="S G D", v="S G E", **lengths)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return attend(op, q, k, v, options, packing)
 
@@ -270,10 +269,66 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Result:
-    """Not there yet: raises NotImplementedError with what to call instead."""
-    raise NotImplementedError(
-        "flash_attn_with_kvcache: attention with a cache is not there yet; write k and v into the "
-        "cache, then call tilewise.attention(q, k_cache, v_cache, "
-        "mask=tilewise.key_padding(lengths) & tilewise.causal(offset=lengths - q.shape[1])), where "
-        "lengths counts the new keys too."
+    """Attention over a cache, after writing new keys and values into it; no gradient.
+
+    Args:
+        q: `[B, M, H, D]`.
+        k_cache, v_cache: `[R, N, G, D]` and `[R, N, G, E]`, or pages `[pages, P, G, .]` of any size
+            P with block_table.
+        k, v: `[B, L, G, .]`, written in place behind cache_seqlens, turned by the rotary tables.
+        rotary_cos, rotary_sin: `[positions, R / 2]`; they turn q too, at the position of each query
+            where causal or a window tells them apart, else at the first.
+        cache_seqlens: slots in use before k, an int or `[B]`; all of them when None and no k comes.
+        cache_batch_idx: `[B]`, the row of each sequence in the cache.
+        cache_leftpad: `[B]`, slots before them are hidden.
+        block_table: `[B, W]`, the pages of each sequence.
+        rotary_interleaved: pairs are (2j, 2j + 1); else (j, j + R / 2).
+        num_splits: into how many parts the keys are cut; 0 chooses.
+        return_softmax_lse: return `(out, softmax_lse [B, H, M])`.
+        The others: see the module.
+    Returns: out `[B, M, H, E]`.
+    """
+    options = Options(
+        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, False, None,
+        return_softmax_lse,
+    )  # fmt: skip
+    return attend_cache(
+        "flash_attn_with_kvcache",
+        Queries(q, num_splits=num_splits),
+        (k_cache, v_cache),
+        New(k, v),
+        Turn(rotary_cos, rotary_sin, rotary_interleaved),
+        Place(cache_seqlens, cache_batch_idx, cache_leftpad, block_table),
+        options,
     )
+
+
+def _attend_pages(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    block_table: Tensor,
+    options: Options,
+) -> Result:
+    """Packed queries over pages: inference, so nothing is dropped."""
+    if options.dropout_p > 0.0:
+        raise NotImplementedError(
+            f"{op}: dropout_p with block_table is not there; gather each sequence's pages into "
+            "packed k and v and leave block_table out."
+        )
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    check_tensors(op, lengths, cu_seqlens_q="B+1", cu_seqlens_k="B+1")
+    wants_lse = options.return_lse or options.return_attn_probs
+    result = attend_cache(
+        op,
+        Queries(q, cu_seqlens_q),
+        (k, v),
+        New(None, None),
+        Turn(None, None, False),
+        Place(cu_seqlens_k.diff(), None, None, block_table),
+        options._replace(return_lse=wants_lse),
+    )
+    return (*result, None) if options.return_attn_probs else result

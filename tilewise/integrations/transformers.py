@@ -38,8 +38,11 @@ except ImportError as error:
 
 from ..core.mask import Mask
 from ..core.mask_leaves import full, intervals, window
+from ..decode.api import attention_with_cache
+from ..decode.cache import KVCache
 from ..dense.api import attention, attention_varlen
 from .mask_tensor import MaskTensor, visible_elements, visible_keys
+from .transformers_cache import cache_of
 from .transformers_masks import build_mask
 from .transformers_parallel import ContextParallel as ContextParallel
 
@@ -169,6 +172,9 @@ class Implementation:
             # Learned queries without a batch, as SDPA broadcasts them.
             query = query.expand(key.shape[0], -1, -1, -1)
         self._check_dtypes(query, key, value)
+        cache = cache_of(key)
+        if cache is not None:
+            return self._attend_cached(query, cache, attention_mask, options), None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         mask: Mask | None
         bias: Tensor | None
@@ -214,6 +220,45 @@ class Implementation:
                 )
             mask = mask & self._documents(packing, q.shape[1], k.shape[1])
         return attention(q, k, v, mask=mask, **terms), None
+
+    def _attend_cached(
+        self, query: Tensor, cache: KVCache, attention_mask: Tensor | Mask | None, options: Options
+    ) -> Tensor:
+        """Over a `PagedCache`, whose rows are all as long."""
+        q = query.transpose(1, 2)
+        refused = (options.position_bias, options.cu_seq_lens_q)
+        if self.context_parallel is not None or any(x is not None for x in refused):
+            raise NotImplementedError(
+                f"{self}: context parallelism, position_bias and cu_seq_lens_q cannot be honoured "
+                "over a PagedCache; leave past_key_values to generate()."
+            )
+        if options.dropout > 0.0:
+            raise NotImplementedError(f"{self}: dropout cannot be honoured over a PagedCache.")
+        mask = attention_mask if isinstance(attention_mask, Mask) else None
+        if isinstance(attention_mask, MaskTensor):
+            mask = attention_mask.mask
+        elif isinstance(attention_mask, Tensor):
+            if attention_mask.dtype != torch.bool or attention_mask.shape[1] != 1:
+                raise NotImplementedError(
+                    f"{self}: over a PagedCache attention_mask must be bool [B, 1, M, N], got "
+                    f"{attention_mask.dtype} {list(attention_mask.shape)}."
+                )
+            # Slots behind its last key are free.
+            seen = torch.nn.functional.pad(
+                attention_mask, (0, cache.capacity - attention_mask.shape[3])
+            )
+            mask = visible_elements(seen, *seen.shape[2:])
+        if mask is None:
+            mask = self._unstated_mask(options)
+        return attention_with_cache(
+            q,
+            cache,
+            mask=mask,
+            scale=options.scaling,
+            softcap=options.softcap,
+            sinks=self._read_sinks(options.s_aux, q.shape[2]),
+            backend=self.backend if self.backend in ("auto", "reference", "tiled") else "auto",
+        )
 
     def _check_dtypes(self, *tensors: Tensor) -> None:
         dtypes = [x.dtype for x in tensors]

@@ -46,6 +46,14 @@ QUICK_CASES: Mapping[str, Collection[str]] = {
         ("linear.simple_gla", "linear.gla", "linear.gated_delta_rule", "linear.kda"),
         ("three chunks", "packed, one empty", "gates of 0 and -50"),
     ),
+    "attention_with_cache": (
+        "one query, pages of 16",
+        "window(20, 0)",
+        "tree",
+        "left padding",
+        "float8, token scales, pages",
+    ),
+    "attention_with_cache_partial": ("mixed batch, window, sinks", "ALiBi [B, H], softcap"),
 }
 
 

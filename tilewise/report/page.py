@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 
 from ..bench.peers import TILEWISE
 from . import budget, plots
@@ -56,6 +58,19 @@ def render(report: Report) -> str:
         weights=[draw(one, MEMORY, f"memory-{i}") for i, one in series],
         model_tables=tabulate_model(report.model),
     )
+
+
+def write_plots(report: Report, folder: Path) -> list[Path]:
+    """Every plot of the report as an SVG file."""
+    paths = []
+    for series in report.series:
+        for measure in (TIME, MEMORY):
+            words = re.findall(r"[a-z0-9]+", f"{measure.title} {series.title}".lower())
+            path = folder / f"{'-'.join(words)}.svg"
+            svg = plots.standalone(draw(series, measure, path.stem).svg)
+            path.write_text(svg, encoding="utf-8")
+            paths.append(path)
+    return paths
 
 
 def find_highlights(report: Report) -> list[tuple[str, str]]:

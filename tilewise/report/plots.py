@@ -75,6 +75,25 @@ def draw(lines: Sequence[Line], unit: Callable[[float], str], *, name: str, alt:
     return _inline(buffer.getvalue(), name, alt)
 
 
+# The page's light colours, for plots that stand alone.
+_LIGHT = {
+    "ink": "#16202a",
+    "muted": "#566472",
+    "line": "#d8dfe6",
+    "tilewise": "#0b63c5",
+    "own-tiles": "#0a7f86",
+    "sdpa": "#b4540a",
+    "eager": "#6d5a9e",
+}
+
+
+def standalone(svg: str) -> str:
+    """A plot as a file of its own, for slides: with colours in place of the page's variables."""
+    for name, colour in _LIGHT.items():
+        svg = svg.replace(f"var(--{name})", colour)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{svg}'
+
+
 def _plot(lines: Sequence[Line], unit: Callable[[float], str]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator

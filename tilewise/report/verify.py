@@ -35,13 +35,13 @@ def verify_case(op: Op, case: Any, backend: str) -> list[BudgetReport]:
         got = op.load("run")(case, got_leaves, backend)
         generator = torch.Generator().manual_seed(case.seed + 1)
         upstream = {name: _upstream(x, generator) for name, x in got.items()}
-        got_grads = _gradients(got, got_leaves, upstream)
+        got_grads = _gradients(op, got, got_leaves, upstream)
     exact_leaves = _leaves(case.tensors, torch.float64)
     exact = op.load("exact")(case, exact_leaves)
-    exact_grads = _gradients(exact, exact_leaves, upstream)
+    exact_grads = _gradients(op, exact, exact_leaves, upstream)
     eager_leaves = _leaves(case.tensors)
     eager = op.load("eager")(case, eager_leaves)
-    eager_grads = _gradients(eager, eager_leaves, upstream)
+    eager_grads = _gradients(op, eager, eager_leaves, upstream)
 
     first = next(iter(case.tensors.values()))
     eps = torch.finfo(accumulator_of(first.dtype)).eps
@@ -101,8 +101,10 @@ def _upstream(output: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _gradients(
-    outputs: dict[str, Tensor], leaves: dict[str, Tensor], upstream: dict[str, Tensor]
+    op: Op, outputs: dict[str, Tensor], leaves: dict[str, Tensor], upstream: dict[str, Tensor]
 ) -> dict[str, Tensor]:
+    if not op.has_gradients:
+        return {}
     names = list(outputs)
     values = torch.autograd.grad(
         [outputs[name] for name in names],

@@ -46,6 +46,7 @@ from .meter import LONG_S, RankMeter
 from .trace import record, traced_cell
 
 _SINGLE = "one GPU"
+_COMPILE_SECONDS = 5.0
 # Rounds, above the least, end after so long.
 _CELL_SECONDS = 7.0
 # A peer that is further from the oracle than so many budgets is wrong; ours may use one.
@@ -76,6 +77,13 @@ class Session:
             return False
         ends = time.monotonic() - self.start + expected_s
         return bool(gathered(ends > limit)[0])
+
+    def expected_s(self, cell: Cell) -> float:
+        """What a cell may take, from those like it."""
+        rate = self.cost.get(cell.mask + cell.direction)
+        if rate is not None:
+            return rate * cell.pairs
+        return self.cost.get("causal" + cell.direction, 0.0) * cell.pairs + _COMPILE_SECONDS
 
     def keep(self, row: RankRow) -> None:
         self.rows.append(row)
@@ -116,8 +124,7 @@ def urgent_group() -> Any:
 
 def _measure_cell(session: Session, cell: Cell) -> None:
     request = session.request
-    expected = session.cost.get(cell.mask + cell.direction, 0.0) * cell.pairs
-    if session.is_late(expected):
+    if session.is_late(session.expected_s(cell)):
         note = "left out: the time did not suffice"
         session.keep(
             RankRow("all", session.ranks, cell.mask, cell.tokens, cell.direction, note=note)

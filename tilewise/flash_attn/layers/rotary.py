@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...decode.rotary import Rotary, rotate
+
 
 def apply_rotary_emb(
     x: Tensor,
@@ -54,16 +56,7 @@ def apply_rotary_emb(
                 f"{op}: cos holds {cos.shape[0]} positions, got {x.shape[1]} tokens from "
                 f"{seqlen_offsets} on."
             )
-    wide = torch.promote_types(x.dtype, torch.float32)
-    c, s = (table.to(wide)[positions].unsqueeze(-2) for table in (cos, sin))
-    rotated = x[..., : 2 * half].to(wide)
-    if interleaved:
-        x1, x2 = rotated[..., 0::2], rotated[..., 1::2]
-        pairs = torch.stack([x1 * c - x2 * s, x1 * s + x2 * c], -1).flatten(-2)
-    else:
-        x1, x2 = rotated.chunk(2, -1)
-        pairs = torch.cat([x1 * c - x2 * s, x1 * s + x2 * c], -1)
-    out = torch.cat([pairs.to(x.dtype), x[..., 2 * half :]], -1)
+    out = rotate(x, positions, Rotary(cos, sin, interleaved))
     return x.copy_(out) if inplace else out
 
 

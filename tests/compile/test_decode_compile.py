@@ -1,0 +1,107 @@
+"""The kernels of caches compile for every target, fit there, and are pipelined on Hopper."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.compile.offline import TARGETS, compile_call
+from tilewise.decode import choice
+
+BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
+G = 8
+
+
+def attend(
+    D: int = 128, E: int | None = None, *, M: int = 1, heads: int = 32, page: int | None = None,
+    storage: torch.dtype | None = None, dtype: torch.dtype = BF16, **options: Any,
+) -> Callable[[], None]:  # fmt: skip
+    def call() -> None:
+        cache = tw.KVCache.allocate(2, 256, G, D, E, page_size=page, dtype=storage or dtype)
+        q = torch.zeros(2, M, heads, D, dtype=dtype)
+        given = {"mask": tw.causal(), **options}
+        tw.attention_with_cache_partial(q, cache, backend="triton", **given)
+
+    return call
+
+
+def latent(heads: int) -> Callable[[], None]:
+    def call() -> None:
+        cache = tw.KVCache.latent(2, 256, page_size=64)
+        q = torch.zeros(2, 1, heads, 576, dtype=BF16)
+        tw.attention_with_cache(q, cache, mask=tw.causal(), backend="triton")
+
+    return call
+
+
+def append() -> None:
+    from tilewise.decode.triton_append import append_tokens
+
+    cache = tw.KVCache.allocate(2, 256, G, 128, page_size=16, dtype=F8)
+    new = torch.zeros(2, 1, G, 128, dtype=BF16)
+    rotary = tw.Rotary(torch.zeros(256, 64), torch.zeros(256, 64))
+    append_tokens(cache, new, new, None, rotary)
+
+
+# name: the call, its targets, bytes a thread that the attention kernel may spill on sm_90.
+VARIANTS: dict[str, tuple[Callable[[], None], str, int]] = {
+    "one query": (attend(), "*", 0),
+    "pages of 16": (attend(page=16), "sm_90 gfx950", 0),
+    "pages of 7": (attend(page=7), "sm_90", 0),
+    "D 64": (attend(64), "sm_90", 0),
+    "D 256": (attend(256), "sm_120", 0),
+    "D 80": (attend(80), "sm_90", 0),
+    "16 queries": (attend(M=16), "sm_90 sm_89", 16),
+    "512 queries": (attend(M=512, page=64), "sm_90", 0),
+    "float8": (attend(storage=F8, page=16), "sm_90 sm_89", 0),
+    "fp32": (attend(dtype=torch.float32), "sm_90", 0),
+    "ALiBi, sinks": (attend(alibi_slopes=torch.zeros(32), sinks=torch.zeros(32)), "sm_90", 0),
+    "batch invariant": (attend(batch_invariant=True), "sm_90", 0),
+    "tree": (attend(M=4, mask=tw.tree(torch.tensor([1, 3, 5, 9]))), "sm_90", 0),
+    "latent, 16 heads": (latent(16), "sm_90 sm_120", 0),
+    # An accumulator of 64 rows of 512 leaves few registers.
+    "latent, 128 heads": (latent(128), "sm_90 sm_89 gfx942", 512),
+    "append": (append, "sm_90", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        (name, target)
+        for name, (_, targets, _) in VARIANTS.items()
+        for target in (TARGETS if targets == "*" else targets.split())
+    ],
+)
+def test_kernels_compile_and_fit(name: str, target: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(choice, "triton_problem", lambda device: "")
+    call, _, spills = VARIANTS[name]
+    found = {x.name: x for x in compile_call(call, target)}
+    names = {"cache_append"} if name == "append" else {"cache_attention_fwd", "cache_combine"}
+    assert set(found) == names
+    for x in found.values():
+        assert x.shared_bytes <= TARGETS[target].shared_kib * 1024, x
+        if target == "sm_90":
+            assert x.spills <= (spills if x.name == "cache_attention_fwd" else 0), x
+    main = found.get("cache_attention_fwd")
+    if main is not None:
+        assert main.mma, f"{main}: products run on no matrix unit"
+
+
+def test_many_queries_over_a_contiguous_cache_are_a_dense_call(monkeypatch: Any) -> None:
+    monkeypatch.setattr(choice, "triton_problem", lambda device: "")
+    found = {x.name for x in compile_call(attend(M=512), "sm_90")}
+    assert found == {"place_sequences", "attention_fwd_hopper"}
+    found = {x.name for x in compile_call(attend(M=512, num_splits=4), "sm_90")}
+    assert found == {"cache_attention_fwd", "cache_combine"}
+
+
+@pytest.mark.parametrize("page", [None, 16, 128])
+def test_two_tiles_are_on_their_way(page: int | None, monkeypatch: Any) -> None:
+    """Keys and values of 128 slots take 64 KiB, and there are two of them: pages too, whose tables
+    would otherwise be waited for."""
+    monkeypatch.setattr(choice, "triton_problem", lambda device: "")
+    (main,) = (x for x in compile_call(attend(page=page), "sm_90") if "combine" not in x.name)
+    assert main.shared_bytes >= 2 * 64 * 1024

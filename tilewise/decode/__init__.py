@@ -1,0 +1,1 @@
+"""Attention over a KV cache: decode, speculative decode, chunked prefill, mixed batches, MLA."""

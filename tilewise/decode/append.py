@@ -1,0 +1,134 @@
+"""Writing new keys and values into a cache: checks, rotary, float8, and the store itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.backends import triton_problem
+from ..core.shapes import check_same_device, check_shapes
+from .cache import FLOAT8, KVCache, place_new, quantise, turned_keys
+from .rotary import Rotary
+
+_OP = "KVCache.append"
+
+
+def append(
+    cache: KVCache,
+    k: Tensor,
+    v: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rotary: Rotary | None,
+    check: bool | None,
+) -> None:
+    """`KVCache.append`."""
+    if cache.is_latent != (v is None):
+        raise ValueError(
+            f"{_OP}: v must be None for a latent cache, whose values are part of its keys, and a "
+            f"tensor for any other, got {'None' if v is None else 'a tensor'}."
+        )
+    _check(cache, k, v, cu_seqlens, rotary)
+    if cache.is_checked(check):
+        _check_contents(cache, k, cu_seqlens, rotary)
+    if k.device.type == "cuda" and not triton_problem(k.device) and _is_kernels(cache, k):
+        from .triton_append import append_tokens
+
+        append_tokens(cache, k, v, cu_seqlens, rotary)
+        return
+    new = place_new(cache, k.shape, cu_seqlens)
+    if rotary is not None:
+        k = turned_keys(cache, k, new, rotary)
+    n = cache.lengths.to(torch.int64)[new["b"]] + new["i"]
+    at = cache.slots(new["b"], n)
+    exists = new["exists"] & (n >= 0) & (n < cache.capacity)
+    if k.device.type != "cpu":
+        # What may not be written writes what is there: no shape depends on data.
+        _store(cache, "k", k, new["b"], at, exists)
+        if v is not None:
+            _store(cache, "v", v, new["b"], at, exists)
+    else:
+        # One slot has one token, so that a token that is dropped stays out of another's way.
+        at = at[0][exists], at[1][exists]
+        _store(cache, "k", k[exists], new["b"][exists], at, None)
+        if v is not None:
+            _store(cache, "v", v[exists], new["b"][exists], at, None)
+    cache.lengths.add_(new["count"])
+
+
+def _is_kernels(cache: KVCache, k: Tensor) -> bool:
+    return torch.float64 not in (cache.k.dtype, k.dtype)
+
+
+def _store(
+    cache: KVCache,
+    name: str,
+    x: Tensor,
+    b: Tensor,
+    at: tuple[Tensor, Tensor],
+    exists: Tensor | None,
+) -> None:
+    storage: Tensor = getattr(cache, name)
+    if storage.dtype in FLOAT8:
+        fixed = None if cache.has_token_scales else cache.scales_at(name, b, at)
+        x, scale = quantise(x, storage.dtype, fixed)
+        if fixed is None:
+            scales: Tensor = getattr(cache, f"{name}_scale")
+            chosen = scale.squeeze(-1)
+            if exists is not None:
+                chosen = torch.where(exists.unsqueeze(-1), chosen, scales[at])
+            scales.index_put_(at, chosen)
+        # index_put knows no float8.
+        storage, x = storage.view(torch.uint8), x.view(torch.uint8)
+    if exists is not None:
+        x = torch.where(exists[..., None, None], x, storage[at])
+    storage.index_put_(at, x)
+
+
+def _check(
+    cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, rotary: Rotary | None
+) -> None:
+    tensors: dict[str, Any] = {"k": k, "v": v, "cache": cache.k, "cu_seqlens": cu_seqlens}
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, Tensor) and (name == "k" or not cache.is_latent):
+            raise ValueError(f"{_OP}: {name} must be a tensor, got {type(x).__name__}.")
+    B, (_, _, G, D), E = cache.B, cache.k.shape, cache.v.shape[3]
+    rows = f"{B} L" if cu_seqlens is None else "T"
+    spec = {"k": f"{rows} {G} {D}", "v": f"{rows} {G} {E}"}
+    check_shapes(_OP, tensors, **spec, cu_seqlens=str(B + 1))
+    check_same_device(_OP, tensors)
+    if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{_OP}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
+    for name, x in (("k", k), ("v", v)):
+        if x is None:
+            continue
+        is_known = x.dtype == cache.k.dtype or (
+            cache.k.dtype in FLOAT8 and x.is_floating_point() and x.dtype not in FLOAT8
+        )
+        if not is_known:
+            raise ValueError(
+                f"{_OP}: {name} must have the cache's dtype {cache.k.dtype}, got {x.dtype}."
+            )
+    if rotary is not None:
+        rotary.check(_OP, D, B)
+        check_same_device(_OP, {"k": k, "cos": rotary.cos, "sin": rotary.sin})
+
+
+def _check_contents(
+    cache: KVCache, k: Tensor, cu_seqlens: Tensor | None, rotary: Rotary | None
+) -> None:
+    new: int | Tensor = k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+    if cu_seqlens is not None:
+        values = cu_seqlens.tolist()
+        if values[0] != 0 or values != sorted(values) or values[-1] > k.shape[0]:
+            raise ValueError(
+                f"{_OP}: cu_seqlens must start at 0, never fall and end within the "
+                f"{k.shape[0]} new tokens, got {values[:8]}."
+            )
+    cache.check_contents(_OP, new)
+    if rotary is not None:
+        first = cache.lengths if rotary.first is None else rotary.first
+        grows = torch.as_tensor(new, device=first.device).expand(first.shape) > 0
+        last = (first + new - 1)[grows]
+        rotary.check_reach(_OP, torch.cat([first[grows], last]))

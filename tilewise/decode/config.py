@@ -1,0 +1,102 @@
+"""Tiles of the split-KV kernel, by table: dtype, head dims, rows, GPU; never by length.
+
+Measured on an H200 with Triton 3.6 (2026-11-30), 32 query heads on 8, D 128, bf16, one query; TB/s
+of a cold cache at B 1 N 128k | B 16 N 8k | B 64 N 8k, where reading alone reaches 4.24 | 4.21 |
+4.37:
+
+    keys of a tile, warps, stages, programs on a multiprocessor
+    128, 4, 3, 1      4.20 | 4.24 | 4.26
+    128, 8, 3, 1      4.21 | 4.24 | 4.27
+     64, 4, 3, 2      4.02 | 4.05 | 4.19
+     64, 4, 4, 2      3.98 | 3.99 | 4.17
+     32, 4, 4, 4      3.74 | 3.92 | 3.28
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.launch import Config
+
+# Keys of a part where parts are of a fixed size.
+FIXED_PART = 1024
+# Bytes of keys and values in flight that one multiprocessor needs.
+_STAGE = 64 << 10
+_LARGE = ("sm_90", "sm_100", "sm_103")
+
+
+class SplitConfig(NamedTuple):
+    """launch: tiles and what the compiler is told. programs: on one multiprocessor at a time."""
+
+    launch: Config
+    programs: int
+
+
+class Key(NamedTuple):
+    """What a configuration depends on. dim: of a key, and value_dim of a value where that is stored
+    apart (0 where values are part of the keys). is_aligned: rows begin at 16 bytes. is_heavy: a
+    score is more than a product."""
+
+    dtype: torch.dtype
+    storage: torch.dtype
+    dim: int
+    value_dim: int
+    architecture: str
+    is_aligned: bool
+    is_heavy: bool
+
+
+def block_rows(rows: int, group: int, is_fixed: bool, key: Key) -> int:
+    """Rows of a tile, for so many of a unit at most."""
+    if is_fixed:
+        # A function of the heads alone, not of what else is in the batch.
+        rows = group
+    if key.dtype == torch.float32 or not key.is_aligned or key.architecture == "interpreter":
+        return 16
+    most = 128
+    if key.dim > 256:
+        most = 64 if key.architecture in _LARGE else 16
+    block = 16
+    while block < min(rows, most):
+        block *= 2
+    return block
+
+
+def split_config(key: Key, block_m: int) -> SplitConfig:
+    bytes_of_key = key.storage.itemsize * (key.dim + key.value_dim)
+    if key.architecture == "interpreter":
+        return SplitConfig(Config(block_m, 32, 4, 1), 1)
+    if key.dtype == torch.float32:
+        return SplitConfig(Config(block_m, 32 if key.dim <= 128 else 16, 4, 2), 2)
+    if block_m >= 64:
+        return _many_rows(key, block_m)
+    if key.architecture not in _LARGE:
+        block_n = _tile(bytes_of_key, _STAGE // 2, 64)
+        return SplitConfig(Config(block_m, block_n, 4, 2), 2)
+    block_n = _tile(bytes_of_key, _STAGE, 128)
+    # Tiles of half the bytes leave room for a second program.
+    programs = 2 if 2 * block_n * bytes_of_key <= _STAGE else 1
+    # Conversions, terms of scores and wide accumulators want registers.
+    is_heavy = key.is_heavy or key.dim not in (16, 32, 64, 128) or key.storage != key.dtype
+    return SplitConfig(Config(block_m, block_n, 8 if is_heavy else 4, 3), programs)
+
+
+def _many_rows(key: Key, block_m: int) -> SplitConfig:
+    """Where products take as long as reading."""
+    if key.dim > 256:
+        return SplitConfig(Config(block_m, 32, 8, 2), 1)
+    block_n = 64 if key.dim <= 128 else 32
+    if key.architecture not in _LARGE:
+        return SplitConfig(Config(block_m, block_n // 2, 8, 2), 1)
+    if block_m == 64:
+        return SplitConfig(Config(block_m, block_n, 4, 3), 2 if key.dim <= 128 else 1)
+    return SplitConfig(Config(block_m, block_n, 8, 3), 1)
+
+
+def _tile(bytes_of_key: int, stage: int, most: int) -> int:
+    block = 16
+    while block < most and 2 * block * bytes_of_key <= stage * 5 // 4:
+        block *= 2
+    return block

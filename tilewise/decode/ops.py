@@ -1,0 +1,115 @@
+"""Attention over a cache as PyTorch knows it: schema, fake kernel, dispatch to a backend."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.mask import raise_mask
+from ..dense.piece import Terms
+from .cache import KVCache
+from .call import CacheCall, Splits
+from .choice import choose
+
+_REST = (
+    "Tensor k, Tensor v, Tensor lengths, Tensor? block_table, Tensor? batch_index, Tensor? starts, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor? cu_seqlens_q, Tensor? bias, Tensor? alibi_slopes, "
+    "Tensor? sinks, int[] mask_flags, SymInt[] mask_ints, Tensor[] mask_tensors, float scale, "
+    "float? softcap, SymInt max_seqlen_q, SymInt num_splits, bool batch_invariant, str backend"
+)
+
+library = torch.library.Library("tilewise", "FRAGMENT")
+library.define(f"attention_with_cache_fwd(Tensor(a!) out, Tensor(b!) lse, Tensor q, {_REST}) -> ()")
+
+
+class Arguments(NamedTuple):
+    """What `_REST` declares, in its order, without the backend.
+
+    max_seqlen_q, num_splits: -1 for what was not given.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    block_table: Tensor | None
+    batch_index: Tensor | None
+    starts: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    cu_seqlens_q: Tensor | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    mask_flags: list[int]
+    mask_ints: list[int]
+    mask_tensors: list[Tensor]
+    scale: float
+    softcap: float | None
+    max_seqlen_q: int
+    num_splits: int
+    batch_invariant: bool
+
+
+def flatten(call: CacheCall) -> Arguments:
+    """The call as its op takes it."""
+    cache, terms = call.cache, call.terms
+    flags, ints, tensors = call.mask.lower()
+    device = call.q.device
+    tensors = [t if t.device == device else t.to(device, non_blocking=True) for t in tensors]
+    return Arguments(
+        cache.k, cache.v, cache.lengths, cache.block_table, cache.batch_index, cache.starts,
+        cache.k_scale, cache.v_scale, call.cu_seqlens_q, terms.bias, terms.alibi_slopes,
+        terms.sinks, flags, ints, tensors, terms.scale, terms.softcap,
+        -1 if call.max_seqlen_q is None else call.max_seqlen_q,
+        -1 if call.splits.count is None else call.splits.count, call.splits.is_fixed,
+    )  # fmt: skip
+
+
+def _call_of(q: Tensor, x: Arguments) -> CacheCall:
+    """The call put together again."""
+    cache = KVCache(
+        x.k, x.v, x.lengths, x.block_table, x.batch_index, x.starts, x.k_scale, x.v_scale
+    )
+    mask = raise_mask(x.mask_flags or [], x.mask_ints or [], x.mask_tensors or [])
+    terms = Terms(x.scale, x.softcap, x.alibi_slopes, x.bias, x.sinks)
+    splits = Splits(None if x.num_splits < 0 else x.num_splits, x.batch_invariant)
+    longest = None if x.max_seqlen_q < 0 else x.max_seqlen_q
+    return CacheCall(q, cache, mask, terms, x.cu_seqlens_q, longest, splits)
+
+
+def run_triton(call: CacheCall, out: Tensor, lse: Tensor) -> Any:
+    """Returns what runs calls like this one again, or None."""
+    from . import dense_call, triton_call
+
+    if dense_call.is_faster(call) or triton_call.SplitMask.of(call.mask) is None:
+        dense_call.dense_forward(call, out, lse)
+        return None
+    return triton_call.cache_attention_fwd(call, out, lse)
+
+
+def _fwd(out: Tensor, lse: Tensor, q: Tensor, *rest: Any) -> None:
+    call, backend = _call_of(q, Arguments(*rest[:-1])), rest[-1]
+    match choose("attention_with_cache", backend, call) if backend == "auto" else backend:
+        case "reference":
+            from .reference import cache_reference
+
+            exact = cache_reference(call)
+            out.copy_(exact.out)
+            if lse.numel():
+                lse.copy_(exact.lse)
+        case "triton":
+            run_triton(call, out, lse)
+        case _:
+            from .tiled import cache_attention_fwd
+
+            cache_attention_fwd(call, out, lse)
+
+
+def _fwd_fake(*arguments: Any) -> None:
+    return None
+
+
+library.impl("attention_with_cache_fwd", torch.no_grad()(_fwd), "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::attention_with_cache_fwd", _fwd_fake, lib=library)

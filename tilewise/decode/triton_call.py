@@ -1,0 +1,381 @@
+"""A call over a cache as the split-KV kernels take it: operands, places, builds, and the launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.band import Band
+from ..core.mask import UNBOUNDED, And, Mask
+from ..core.mask_leaves import Tree
+from ..dense.triton_call import TritonCall, cut_dim
+from ..kernels.launch import Config, architecture_of, launch, relaunch
+from ..kernels.placement import FAR as _FAR
+from ..kernels.structs import Bias, ScoreTerms, Slopes, Statistics, absent, code
+from .cache import FLOAT8, KVCache
+from .call import CacheCall
+from .config import FIXED_PART, Key, SplitConfig, block_rows, split_config
+from .triton_combine import _cache_combine_kernel
+from .triton_plan import CacheBuild, CachePlace
+from .triton_split_kv import HEAD, NONE, TOKEN, Parts, Scales, _cache_attention_fwd_kernel
+
+FAR = _FAR.value
+_LEAST_SCALE = 1e-37
+# Programs of the interpreter.
+_INTERPRETED = 5
+_COMBINE = Config(0, 0, 4, 1)
+
+
+@dataclass(frozen=True)
+class SplitMask:
+    """A mask as the kernel takes it: a band, and a tree beside it."""
+
+    band: Band
+    tree: Tree | None
+
+    @classmethod
+    def of(cls, mask: Mask) -> SplitMask | None:
+        """None where it is something else."""
+        rest, trees = _without_trees(mask)
+        band = Band() if rest is None else Band.of(rest)
+        if band is None or band.documents is not None or len(trees) > 1:
+            return None
+        return cls(band, trees[0] if trees else None)
+
+
+def _without_trees(mask: Mask) -> tuple[Mask | None, list[Tree]]:
+    if isinstance(mask, Tree):
+        return None, [mask]
+    if isinstance(mask, And):
+        left, left_trees = _without_trees(mask.left)
+        right, right_trees = _without_trees(mask.right)
+        rest = left if right is None else right if left is None else And(left, right)
+        return rest, left_trees + right_trees
+    return mask, []
+
+
+def cut(dim: int, widest: int = 512) -> tuple[int, ...]:
+    """A head dim and the widths of its pieces: powers of two; 576 is 512 and 64."""
+    if dim <= 256:
+        return cut_dim(dim, min(widest, 256))
+    pieces, left = [], -(-dim // 16) * 16
+    while left:
+        piece = min(widest, 1 << (left.bit_length() - 1))
+        pieces.append(piece)
+        left -= piece
+    return dim, *pieces
+
+
+def shares_storage(call: CacheCall, widest: int) -> bool:
+    """Whether the tiles of a latent cache's values are tiles of its keys."""
+    cache = call.cache
+    dims, value_dims = cut(cache.k.shape[3], widest), cut(cache.v.shape[3], widest)
+    is_prefix = value_dims[1:] == dims[1 : len(value_dims)]
+    return cache.is_latent and is_prefix and sum(value_dims[1:]) == cache.v.shape[3]
+
+
+class SplitCall:
+    """One call: everything but its results."""
+
+    def __init__(self, call: CacheCall) -> None:
+        self.call, self.device = call, call.q.device
+        cache = call.cache
+        self.G, self.D = cache.k.shape[2:4]
+        self.E, self.H = cache.v.shape[3], call.q.shape[-2]
+        self.q = call.q if call.q.dim() == 4 else call.q.unsqueeze(0)
+        if self.q.stride(-1) != 1:
+            self.q = self.q.contiguous()
+        self.widest = 32 if self.precision == "tf32x3" else 512
+        self.is_shared = shares_storage(call, self.widest)
+        self.key = Key(
+            call.q.dtype,
+            cache.k.dtype,
+            self.D,
+            0 if self.is_shared else self.E,
+            architecture_of(self.device),
+            all(_is_aligned(x) for x in (self.q, cache.k, cache.v)),
+            self._is_heavy,
+        )
+        is_fixed = call.splits.is_fixed or call.splits.count is not None
+        rows = call.most_queries * call.group
+        self.block_m = block_rows(rows, call.group, call.splits.is_fixed, self.key)
+        self.config: SplitConfig = split_config(self.key, self.block_m)
+        self.is_fixed = is_fixed
+        self.rows_per_unit = max(1, min(self.block_m, rows))
+
+    @property
+    def _is_heavy(self) -> bool:
+        """Whether a program holds more than products: terms of scores, the bits of a tree, or a row
+        for each key of pages that are smaller than a tile."""
+        mask, cache = SplitMask.of(self.call.mask), self.call.cache
+        is_tree = mask is not None and mask.tree is not None
+        return not self._is_folded or is_tree or (cache.is_paged and cache.k.shape[1] % 128 != 0)
+
+    @property
+    def precision(self) -> str:
+        """Of fp32 products, in pieces of 32 where tensor cores cut off what does not fit; see
+        `dense/triton_call.py`."""
+        architecture = architecture_of(self.device)
+        if architecture == "interpreter":
+            return "interpreted"
+        is_nvidia = architecture.startswith("sm_")
+        return "tf32x3" if self.call.q.dtype == torch.float32 and is_nvidia else "ieee"
+
+    @property
+    def n_units(self) -> int:
+        """The most there may be, of one kv head."""
+        call, group = self.call, self.call.group
+        if not call.is_packed:
+            return call.cache.B * -(-call.q.shape[1] * group // self.block_m)
+        return call.q.shape[0] * group // self.block_m + call.cache.B + 1
+
+    @property
+    def quantum(self) -> int:
+        """In key tiles."""
+        block_n, count = self.config.launch.block_n, self.call.splits.count
+        if count is not None:
+            return max(1, -(-self.call.cache.capacity // (count * block_n)))
+        return FIXED_PART // block_n if self.is_fixed else 1
+
+    @property
+    def n_teams(self) -> int:
+        processors = _INTERPRETED
+        if self.device.type == "cuda":
+            processors = _multiprocessors(self.device)
+        return max(1, processors * self.config.programs // self.G)
+
+    @property
+    def n_slots(self) -> int:
+        if not self.is_fixed:
+            return 2 * self.n_teams
+        keys = self.quantum * self.config.launch.block_n
+        # A window may begin inside a tile.
+        return self.n_units * (-(-self.call.cache.capacity // keys) + 1)
+
+    # ------------------------------------------------------------ what kernels are given
+
+    def place(self) -> CachePlace:
+        call, cache = self.call, self.call.cache
+        mask = SplitMask.of(call.mask)
+        assert mask is not None
+        band, tree = mask.band, mask.tree
+        offset = band.offset
+        bits = None if tree is None else tree.bits.contiguous()
+        rows = call.q.shape[0] if call.is_packed else call.q.shape[1]
+        table = cache.block_table
+        if table is not None and table.stride(-1) != 1:
+            table = table.contiguous()
+        own = offset if isinstance(offset, int) else 0
+        return CachePlace(
+            cache.lengths.contiguous(),
+            None if call.cu_seqlens_q is None else call.cu_seqlens_q.contiguous(),
+            table,
+            None if cache.batch_index is None else cache.batch_index.contiguous(),
+            offset.contiguous() if isinstance(offset, Tensor) else None,
+            None if band.lows is None else band.lows.contiguous(),
+            None if band.highs is None else band.highs.contiguous(),
+            None if cache.starts is None else cache.starts.contiguous(),
+            bits,
+            code(cache.B),
+            code(self.G),
+            code(rows),
+            code(cache.capacity),
+            code(cache.k.shape[0]),
+            code(0 if table is None else table.stride(0)),
+            code(0 if table is None else table.shape[1]),
+            code(FAR if band.left == UNBOUNDED else min(band.left, FAR)),
+            code(FAR if band.right == UNBOUNDED else min(band.right, FAR)),
+            code(max(-FAR, min(FAR, own))),
+            code(self.quantum),
+            code(0 if bits is None or bits.shape[0] == 1 else bits.shape[1]),
+            code(0 if bits is None else bits.shape[1]),
+        )
+
+    def terms(self) -> ScoreTerms:
+        terms = self.call.terms
+        scale = terms.scale / (terms.softcap or 1.0)
+        if self._is_folded:
+            scale *= math.log2(math.e)
+        slopes = absent(Slopes)
+        if terms.alibi_slopes is not None:
+            rows = terms.alibi_slopes.contiguous()
+            slopes = Slopes(rows, code(rows.shape[-1] if rows.dim() == 2 else 0))
+        bias = absent(Bias) if terms.bias is None else TritonCall.bias_operand(terms.bias)
+        sinks = None if terms.sinks is None else terms.sinks.contiguous()
+        return ScoreTerms(
+            scale, terms.scale, terms.softcap or 1.0, bias, slopes, sinks, None, 1.0, code(0),
+            code(0),
+        )  # fmt: skip
+
+    @property
+    def _is_folded(self) -> bool:
+        terms = self.call.terms
+        is_plain = terms.softcap is None and terms.bias is None and terms.alibi_slopes is None
+        return is_plain and terms.scale > _LEAST_SCALE
+
+    def scales(self) -> tuple[int, Scales]:
+        cache = self.call.cache
+        k, v = cache.k_scale, cache.v_scale
+        if cache.k.dtype not in FLOAT8 or k is None or v is None:
+            return NONE.value, Scales(None, None, code(0), code(0), code(0))
+        k, v = k.contiguous(), v.contiguous()
+        if k.dim() == 3:
+            strides = code(k.stride(0)), code(k.stride(1)), code(1)
+            return TOKEN.value, Scales(k, v, *strides)
+        return HEAD.value, Scales(k, v, code(self.G if k.dim() == 2 else 0), code(0), code(1))
+
+    def build(self, scales: int) -> CacheBuild:
+        call, launch_config = self.call, self.config.launch
+        mask = SplitMask.of(call.mask)
+        assert mask is not None
+        band = mask.band
+        tensors = (band.offset, band.lows, band.highs)
+        singles = sum(
+            1 << i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.numel() == 1
+        )
+        k_scale = call.cache.k_scale
+        block_b = 32 if call.cache.B < 32 else 1024
+        return CacheBuild(
+            cut(self.D, self.widest),
+            cut(self.E, self.widest),
+            self.is_shared,
+            call.group,
+            call.cache.k.shape[1] if call.cache.is_paged else 0,
+            isinstance(band.offset, int),
+            singles,
+            self._is_folded,
+            call.terms.softcap is not None,
+            0,
+            self.precision,
+            scales,
+            k_scale is not None and k_scale.dim() == 2,
+            self.is_fixed,
+            launch_config.block_m,
+            launch_config.block_n,
+            block_b,
+            block_b > call.cache.B,
+        )
+
+
+class Forward:
+    """A forward made ready: it runs again on other tensors of the same layout and alignment."""
+
+    def __init__(self, call: CacheCall, out: Tensor, lse: Tensor) -> None:
+        self._split = split = SplitCall(call)
+        self.device = split.device
+        n_programs = split.n_teams * split.G
+        self._grid = (n_programs, 1, 1)
+        self._combine_grid = (split.n_units * split.G * split.rows_per_unit, 1, 1)
+        self._combines = call.splits.count != 1
+        self._slots = (split.n_slots, split.G, split.block_m, split.E)
+        kind, scales = split.scales()
+        self._build = split.build(kind)
+        self._tail = (
+            code(split.rows_per_unit), code(n_programs), 1 << (split.E - 1).bit_length(),
+            self._build,
+        )  # fmt: skip
+        rows = out if out.dim() == 4 else out.unsqueeze(0)
+        statistics = absent(Statistics)
+        if lse.numel():
+            # Packed rows are those of one batch, whatever sequence they belong to.
+            of_batch = 0 if call.is_packed else lse.stride(0)
+            statistics = Statistics(lse, code(of_batch), code(lse.stride(-2)))
+        cache = call.cache
+        operands = [TritonCall.operand(x) for x in (split.q, cache.k, cache.v, rows)]
+        self._strides = [operand[1:] for operand in (*operands, statistics)]
+        self._given = (*operands, statistics, split.place(), split.terms(), scales)
+        # Of the first run, which others need not go through.
+        self._compiled: tuple[Any, Any] | None = None
+
+    def run_first(self) -> bool:
+        """Run on the tensors of the call. Returns whether `run` may follow."""
+        q, k, v, out, lse, place, terms, scales = self._given
+        parts = self._new_parts()
+        config = self._split.config.launch
+        arguments = (q, k, v, out, lse, parts, place, terms, scales, self._build)
+        main = launch(_cache_attention_fwd_kernel, self._grid, config, arguments, self.device)
+        combine = None
+        if self._combines:
+            rest = (out, lse, parts, place, terms.sinks, *self._tail)
+            combine = launch(_cache_combine_kernel, self._combine_grid, _COMBINE, rest, self.device)
+        if main is not None and (combine is not None or not self._combines):
+            self._compiled = (main, combine)
+        # The tensors belong to the caller; their addresses come anew with each call.
+        self._place, self._terms, self._scales = tuple(place)[9:], tuple(terms), scales[2:]
+        self._slopes_stride = terms.slopes[1]
+        del self._given, self._split
+        return self._compiled is not None
+
+    def run(
+        self, q: Tensor, cache: KVCache, cu: Tensor | None, slopes: Tensor | None,
+        sinks: Tensor | None, out: Tensor, lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        """The same on other tensors: addresses in place of tensors, and no look-up."""
+        assert self._compiled is not None
+        sq, sk, sv, so, sl = self._strides
+        parts = self._new_parts()
+        place = (
+            cache.lengths.data_ptr(), _address(cu), _address(cache.block_table),
+            _address(cache.batch_index), None, None, None, _address(cache.starts), None,
+            *self._place,
+        )  # fmt: skip
+        sinks_at = _address(sinks)
+        terms = (*self._terms[:4], (_address(slopes), self._slopes_stride), sinks_at,
+                 *self._terms[6:])  # fmt: skip
+        scales = (_address(cache.k_scale), _address(cache.v_scale), *self._scales)
+        to = (out.data_ptr(), *so)
+        statistics = (_address(lse), *sl)
+        partials = (parts.out.data_ptr(), parts.lse.data_ptr())
+        main, combine = self._compiled
+        relaunch(
+            main, self._grid,
+            ((q.data_ptr(), *sq), (cache.k.data_ptr(), *sk), (cache.v.data_ptr(), *sv), to,
+             statistics, partials, place, terms, scales, self._build),
+            self.device,
+        )  # fmt: skip
+        if self._combines:
+            relaunch(
+                combine, self._combine_grid,
+                (to, statistics, partials, place, sinks_at, *self._tail), self.device,
+            )  # fmt: skip
+
+    def _new_parts(self) -> Parts:
+        out = torch.empty(self._slots, dtype=torch.float32, device=self.device)
+        return Parts(out, torch.empty(self._slots[:3], dtype=torch.float32, device=self.device))
+
+
+def cache_attention_fwd(call: CacheCall, out: Tensor, lse: Tensor) -> Forward | None:
+    """Write out and, where it has room, lse. Nothing is checked here.
+
+    Returns: what runs calls like this one again; None where nothing does.
+    """
+    if call.q.numel() == 0:
+        return None
+    target = out if out.stride(-1) == 1 else out.new_empty(out.shape)
+    forward = Forward(call, target, lse)
+    is_reusable = forward.run_first()
+    if target is not out:
+        out.copy_(target)
+        return None
+    return forward if is_reusable else None
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 elements and 16 bytes."""
+    strides = [s for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    is_whole = x.shape[-1] % 16 == 0 and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    return is_whole and all(stride % 16 == 0 for stride in strides)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,327 @@
+"""Attention over a cache on any GPU that Triton knows: split keys, equal shares, one pass.
+
+Dims: q `[B, M, H, D]` or packed `[T, H, D]` with B = 1 row of storage; k `[R, N, G, D]` or
+    `[pages, P, G, D]`; v the same with E; out as q with E; lse `[B, H, M]`; parts
+    `[slots, G, BLOCK_M, E]` and `[slots, G, BLOCK_M]`, fp32.
+Grid: teams x G; see `triton_plan.py`. Rows of a tile are queries times the query heads of one kv
+    head, so that keys are read once for all of them.
+Math: FlashDecoding: online softmax over each part of the keys, then a merge by lse.
+Units: scores as in `kernels/softmax.py`; lse natural, fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..kernels.scores import add_terms
+from ..kernels.softmax import join_sink, softmax_end, softmax_step
+from ..kernels.structs import decode
+from ..kernels.tiles import (
+    _start,
+    clean_rows,
+    dot_add,
+    dot_rows,
+    scale_tile,
+    zero_tile,
+)
+from .triton_plan import n_sequences, sequence_of, share_of, work_of
+
+NONE, HEAD, TOKEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+class Scales(NamedTuple):
+    """Of a float8 cache, fp32 or None. strides: of one row, slot and head; 0 where it is shared."""
+
+    k: Any
+    v: Any
+    stride_b: Any
+    stride_n: Any
+    stride_g: Any
+
+
+class Parts(NamedTuple):
+    """What is left of units that more than one program worked on."""
+
+    out: Any
+    lse: Any
+
+
+class Rows(NamedTuple):
+    """Rows of a unit: query m and head h of each, which of them are in use and which are stored."""
+
+    m: Any
+    h: Any
+    owned: Any
+    stored: Any
+
+
+@triton.jit
+def rows_of(seq, tile, g, BUILD: tl.constexpr):
+    GROUP: tl.constexpr = BUILD.group
+    x = tile * BUILD.block_m + tl.arange(0, BUILD.block_m)
+    m = x // GROUP
+    h = g * GROUP + x % GROUP
+    return Rows(m, h, m < seq.q_used, m < seq.q_stored)
+
+
+@triton.jit
+def row_offsets(x, seq, rows, IS_PACKED: tl.constexpr):
+    """Where rows begin in q or out."""
+    offsets = (seq.q_first + rows.m).to(tl.int64) * x.stride_m + rows.h.to(tl.int64) * x.stride_h
+    if IS_PACKED:
+        return offsets
+    else:
+        return offsets + seq.batch.to(tl.int64) * x.stride_b
+
+
+@triton.jit
+def _load_rows(
+    base, offsets, mask, DIM: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    columns = START + tl.arange(0, WIDTH)
+    ptrs = base + offsets[:, None] + columns[None, :]
+    if START + WIDTH > DIM:
+        return tl.load(ptrs, mask=mask[:, None] & (columns < DIM)[None, :], other=0.0)
+    else:
+        return tl.load(ptrs, mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def load_rows(base, offsets, mask, DIMS: tl.constexpr):
+    """A tile of rows that begin anywhere; 0 outside the mask."""
+    tile = ()
+    for i in tl.static_range(len(DIMS) - 1):
+        piece = _load_rows(base, offsets, mask, DIMS[0], _start(DIMS, i), DIMS[i + 1])
+        tile = tile + (piece,)
+    return tile
+
+
+@triton.jit
+def store_rows(base, offsets, tile, mask, DIMS: tl.constexpr):
+    for i in tl.static_range(len(DIMS) - 1):
+        columns = _start(DIMS, i) + tl.arange(0, DIMS[i + 1])
+        keep = mask[:, None] & (columns < DIMS[0])[None, :]
+        ptrs = base + offsets[:, None] + columns[None, :]
+        tl.store(ptrs, tile[i].to(base.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _convert(tile, like, DIMS: tl.constexpr):
+    """Float8 in the dtype of the queries, which holds all of its values."""
+    converted = ()
+    for i in tl.static_range(len(DIMS) - 1):
+        converted = converted + (tile[i].to(like.dtype),)
+    return converted
+
+
+@triton.jit
+def rows_of_tile(place, b, t, mask, BUILD: tl.constexpr):
+    """The rows or pages of a tile's keys, inside what there is, whatever the tables hold: one for
+    each key, or one for all where a page holds whole tiles."""
+    BLOCK_N: tl.constexpr = BUILD.block_n
+    if BUILD.page > 0:
+        table = place.table + b.to(tl.int64) * decode(place.width)
+        if BUILD.page % BLOCK_N == 0:
+            # A tile of a sequence is never behind its last page, but the next one may be.
+            column = tl.minimum(t * BLOCK_N // BUILD.page, decode(place.width_in_use) - 1)
+            row = tl.load(table + column, mask=column >= 0, other=0)
+        else:
+            n = t * BLOCK_N + tl.arange(0, BLOCK_N)
+            row = tl.load(table + n // BUILD.page, mask=mask, other=0)
+    else:
+        row = b
+        if place.rows is not None:
+            row = tl.load(place.rows + b)
+    return tl.minimum(tl.maximum(row, 0), decode(place.storage) - 1).to(tl.int64)
+
+
+@triton.jit
+def key_offsets(x, row, n, g, BUILD: tl.constexpr):
+    """Where keys n begin in k or v."""
+    slot = n
+    if BUILD.page > 0:
+        slot = n % BUILD.page
+    return row * x.stride_b + slot.to(tl.int64) * x.stride_m + g.to(tl.int64) * x.stride_h
+
+
+@triton.jit
+def _visible(place, seq, rows, bits, n, BUILD: tl.constexpr):
+    """bool `[m, n]`: which keys a row sees."""
+    start = tl.maximum(rows.m + seq.left, seq.low)
+    stop = tl.where(rows.owned, tl.minimum(rows.m + seq.right + 1, seq.high), 0)
+    seen = (n[None, :] >= start[:, None]) & (n[None, :] < stop[:, None])
+    if place.tree is not None:
+        own = n[None, :] - seq.shift
+        bit = (bits[:, None] >> tl.maximum(own, 0).to(bits.dtype)) & 1
+        seen = seen & ((own < 0) | ((own < decode(place.tree_bits)) & (bit == 1)))
+    return seen
+
+
+@triton.jit
+def load_queries(q, seq, rows, IS_PACKED: tl.constexpr, DIMS: tl.constexpr):
+    return load_rows(q.ptr, row_offsets(q, seq, rows, IS_PACKED), rows.owned, DIMS)
+
+
+@triton.jit
+def _segment(
+    q_tile, k, v, place, terms, scales, seq, rows, tile, g, t0, t1, BUILD: tl.constexpr
+):  # fmt: skip
+    """A unit's rows over its key tiles [t0, t1): out of what they see of it, and its lse."""
+    BLOCK_M: tl.constexpr = BUILD.block_m
+    BLOCK_N: tl.constexpr = BUILD.block_n
+    DIMS: tl.constexpr = BUILD.dims
+    VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc = zero_tile(BLOCK_M, VALUE_DIMS)
+    # What the rows of this tile see at most, and what all of them see.
+    m_first = tile * BLOCK_M // BUILD.group
+    m_last = tl.minimum(((tile + 1) * BLOCK_M - 1) // BUILD.group, seq.q_used - 1)
+    start = tl.maximum(seq.low, m_first + seq.left)
+    stop = tl.minimum(seq.high, m_last + seq.right + 1)
+    stop = tl.where(m_last >= m_first, stop, start)
+    whole_start = tl.maximum(seq.low, m_last + seq.left)
+    whole_stop = tl.minimum(seq.high, m_first + seq.right + 1)
+    bits = rows.m
+    if place.tree is not None:
+        inside = rows.owned & (rows.m < decode(place.tree_bits))
+        at = seq.index.to(tl.int64) * decode(place.tree_stride) + rows.m
+        # Past its last row a tree shows nothing: not even what comes before.
+        bits = tl.load(place.tree + at, mask=inside, other=0)
+        rows = Rows(rows.m, rows.h, inside, rows.stored)
+        whole_stop = tl.where(m_last < decode(place.tree_bits), whole_stop, whole_start)
+        whole_stop = tl.minimum(whole_stop, seq.shift)
+    t0 = tl.maximum(t0, start // BLOCK_N)
+    t1 = tl.minimum(t1, tl.cdiv(stop, BLOCK_N))
+    k_factor = 1.0
+    v_factor = 1.0
+    if BUILD.scales == HEAD:
+        of_batch = seq.index.to(tl.int64) * decode(scales.stride_b)
+        k_factor = tl.load(scales.k + of_batch + g)
+        v_factor = tl.load(scales.v + of_batch + g)
+    # Looked up one tile ahead, so that no load of keys waits for its table.
+    n = t0 * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = rows_of_tile(place, seq.index, t0, (n >= start) & (n < stop), BUILD)
+    for t in range(t0, t1):
+        n = t * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = (n >= start) & (n < stop)
+        k_tile = load_rows(k.ptr, key_offsets(k, row, n, g, BUILD), mask_n, DIMS)
+        if BUILD.is_shared:
+            v_tile = k_tile
+        else:
+            v_tile = load_rows(v.ptr, key_offsets(v, row, n, g, BUILD), mask_n, VALUE_DIMS)
+        if BUILD.scales != NONE:
+            k_tile = _convert(k_tile, q_tile[0], DIMS)
+            v_tile = _convert(v_tile, q_tile[0], VALUE_DIMS)
+        s = dot_rows(q_tile, k_tile, DIMS, BUILD)
+        if BUILD.scales == TOKEN:
+            slot = n
+            if BUILD.page > 0:
+                slot = n % BUILD.page
+            at = row * decode(scales.stride_b) + slot.to(tl.int64) * decode(scales.stride_n) + g
+            k_scale = tl.load(scales.k + at, mask=mask_n, other=0.0)
+            s = s * k_scale[None, :]
+        elif BUILD.scales == HEAD:
+            s = s * k_factor
+        if not BUILD.is_folded:
+            s, _ = add_terms(s, terms, seq, rows.h[:, None], rows.m[:, None], n[None, :], BUILD)
+        if (t * BLOCK_N < whole_start) | ((t + 1) * BLOCK_N > whole_stop):
+            s = tl.where(_visible(place, seq, rows, bits, n, BUILD), s, float("-inf"))
+        p, rescale, row_max, row_sum = softmax_step(
+            s, row_max, row_sum, terms.scale, BUILD.is_folded
+        )
+        if BUILD.scales == TOKEN:
+            v_scale = tl.load(scales.v + at, mask=mask_n, other=0.0)
+            p = p * v_scale[None, :]
+        acc = scale_tile(acc, rescale[:, None], VALUE_DIMS)
+        acc = dot_add(p, v_tile, acc, VALUE_DIMS, BUILD)
+        if BUILD.page > 0:
+            n += BLOCK_N
+            row = rows_of_tile(place, seq.index, t + 1, (n >= start) & (n < stop), BUILD)
+    row_lse, factor = softmax_end(row_max, row_sum, BUILD.is_folded)
+    factor *= v_factor
+    # Rows that nobody owns met keys of others.
+    seen = rows.owned & (row_sum > 0.0)
+    acc = clean_rows(scale_tile(acc, factor[:, None], VALUE_DIMS), seen, VALUE_DIMS)
+    return acc, tl.where(seen, row_lse, float("-inf"))
+
+
+@triton.jit
+def _cache_attention_fwd_kernel(
+    q, k, v, out, lse, parts, place, terms, scales, BUILD: tl.constexpr
+):
+    """The units of one team's share, for one kv head."""
+    BLOCK_M: tl.constexpr = BUILD.block_m
+    DIMS: tl.constexpr = BUILD.dims
+    VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    IS_PACKED: tl.constexpr = place.cu_q is not None
+    G = decode(place.G)
+    team = tl.program_id(0) // G
+    g = tl.program_id(0) % G
+    quantum = decode(place.quantum)
+    flat, end, b, first = share_of(place, team, tl.num_programs(0) // G, BUILD)
+    seq = sequence_of(place, b, b < n_sequences(place), BUILD)
+    work = work_of(place, seq, BUILD)
+    tile = (flat - first).to(tl.int32) // work.quanta
+    rows = rows_of(seq, tile, g, BUILD)
+    q_tile = load_queries(q, seq, rows, IS_PACKED, DIMS)
+    # A large tile of queries would take the registers of what is worked on.
+    IS_AHEAD: tl.constexpr = BLOCK_M * DIMS[0] <= 4096
+    while flat < end:
+        chunk = (flat - first).to(tl.int32) % work.quanta
+        count = tl.minimum(work.quanta - chunk, tl.minimum(end - flat, 1 << 30).to(tl.int32))
+        if BUILD.is_fixed:
+            count = tl.minimum(count, 1)
+        has_work = tile < work.n_units
+        count = tl.where(has_work, count, 0)
+        # The next unit and its queries are on their way while this one is worked on.
+        is_last = (tile + 1 >= work.n_units) & (chunk + count >= work.quanta)
+        goes_on = is_last | (has_work == 0)
+        next_b = b + tl.where(goes_on, 1, 0)
+        next_first = tl.where(goes_on, flat + count, first)
+        next_seq = sequence_of(place, next_b, next_b < n_sequences(place), BUILD)
+        next_work = work_of(place, next_seq, BUILD)
+        next_tile = (flat + count - next_first).to(tl.int32) // next_work.quanta
+        next_rows = rows_of(next_seq, next_tile, g, BUILD)
+        if IS_AHEAD:
+            next_q = load_queries(q, next_seq, next_rows, IS_PACKED, DIMS)
+        if has_work:
+            t0 = work.begin + chunk * quantum
+            acc, row_lse = _segment(
+                q_tile, k, v, place, terms, scales, seq, rows, tile, g, t0, t0 + count * quantum,
+                BUILD,
+            )  # fmt: skip
+            if count == work.quanta:
+                if terms.sinks is not None:
+                    sink = tl.load(terms.sinks + rows.h, mask=rows.owned, other=0.0)
+                    row_lse, shrink = join_sink(row_lse, sink.to(tl.float32))
+                    acc = scale_tile(acc, shrink[:, None], VALUE_DIMS)
+                offsets = row_offsets(out, seq, rows, IS_PACKED)
+                store_rows(out.ptr, offsets, acc, rows.stored, VALUE_DIMS)
+                if lse.ptr is not None:
+                    store_lse(lse, seq, rows, row_lse)
+            else:
+                slot = flat
+                if not BUILD.is_fixed:
+                    # A share has two units at most that others work on too.
+                    slot = team.to(tl.int64) * 2 + tl.where(chunk == 0, 1, 0)
+                part = (slot * G + g) * BLOCK_M + tl.arange(0, BLOCK_M)
+                store_rows(parts.out, part * VALUE_DIMS[0], acc, rows.stored, VALUE_DIMS)
+                tl.store(parts.lse + part, row_lse)
+        flat += count
+        b, first, tile = next_b, next_first, next_tile
+        seq, work, rows = next_seq, next_work, next_rows
+        if IS_AHEAD:
+            q_tile = next_q
+        else:
+            q_tile = load_queries(q, seq, rows, IS_PACKED, DIMS)
+
+
+@triton.jit
+def store_lse(lse, seq, rows, row_lse):
+    at = seq.batch.to(tl.int64) * decode(lse.stride_b) + rows.h.to(tl.int64) * decode(lse.stride_h)
+    row_lse = tl.where(rows.owned, row_lse, float("-inf"))
+    tl.store(lse.ptr + at + seq.q_first + rows.m, row_lse, mask=rows.stored)

@@ -1,0 +1,1 @@
+"""What a call of attention is on a GPU: its plan, its tiles, its bytes, and what binds it."""
