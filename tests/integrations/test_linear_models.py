@@ -25,7 +25,7 @@ SMALL = {
 def qwen3_next() -> Any:
     config = transformers.Qwen3NextConfig(
         **SMALL, num_hidden_layers=4, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=2,
         moe_intermediate_size=16, shared_expert_intermediate_size=16, decoder_sparse_step=1,
         attn_implementation="eager",
     )  # fmt: skip

@@ -47,11 +47,13 @@ _DELTA = (
     Recipe("norm, logits, negative eigenvalues", has_state=True,
            options={"qk_l2norm": True, "beta_sigmoid": True, "negative_eigenvalues": True}),
 )  # fmt: skip
+# Of many heads: a head's A_log is one number, and few tell little of the eager form's error.
+_HEADS: Shape = (1, 70, 12, 6, 16, 16)
 _MADE_GATES = {
-    "gated_delta_rule": (Recipe("gate of a projection", gate="made", has_state=True),),
+    "gated_delta_rule": (Recipe("gate of a projection", _HEADS, "made", has_state=True),),
     "kda": (
-        Recipe("gate of a projection", gate="made", has_state=True),
-        Recipe("gate above a bound", gate="made", options={"lower_bound": -5.0}),
+        Recipe("gate of a projection", _HEADS, "made", has_state=True),
+        Recipe("gate above a bound", _HEADS, "made", options={"lower_bound": -5.0}),
     ),
 }
 
