@@ -27,7 +27,7 @@ from .triton_split_kv import HEAD, NONE, TOKEN, Parts, Scales, _cache_attention_
 FAR = _FAR.value
 _LEAST_SCALE = 1e-37
 # Programs of the interpreter.
-_INTERPRETED = 5
+_INTERPRETED = 3
 _COMBINE = Config(0, 0, 4, 1)
 
 

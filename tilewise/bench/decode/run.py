@@ -102,13 +102,14 @@ def measure(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     drawn = [case.draw(device, seed) for seed in range(sets)]
+    oracle = Oracle.of(case, device)
     for peer in peers:
         if not peer.serves(case):
             continue
         row = rows[peer.name] = DecodeRow(case, peer.name, peer.version)
         try:
             attend = peer.build(case)
-            row.note = verify(attend, case, device)
+            row.note = oracle.judge(attend)
             row.is_refused = bool(row.note)
             if row.is_refused:
                 continue
@@ -138,17 +139,30 @@ def measure(
     return list(rows.values())
 
 
-def verify(attend: Attend, case: DecodeCase, device: torch.device) -> str:
-    """What is wrong with a contestant on the case's short form; empty where nothing is."""
-    short = case.verified_form()
-    q, cache = short.draw(device, seed=7)
-    got = attend(q, cache)
-    terms = {
-        "scale": scale_of(case), "softcap": None, "alibi_slopes": None, "bias": None, "sinks": None,
-    }  # fmt: skip
-    call = make_call("bench", q, cache, causal(), terms, None, None, Splits())
-    report = measure_budget(got, cache_reference(call).out, cache_eager(call).out, name="out")
-    return "" if report.is_within else str(report)
+@dataclass(frozen=True)
+class Oracle:
+    """A case's short form, what is exact there and what eager makes of it."""
+
+    q: Tensor
+    cache: KVCache
+    exact: Tensor
+    eager: Tensor
+
+    @classmethod
+    def of(cls, case: DecodeCase, device: torch.device) -> Oracle:
+        q, cache = case.verified_form().draw(device, seed=7)
+        terms = {
+            "scale": scale_of(case), "softcap": None, "alibi_slopes": None, "bias": None,
+            "sinks": None,
+        }  # fmt: skip
+        call = make_call("bench", q, cache, causal(), terms, None, None, Splits())
+        return cls(q, cache, cache_reference(call).out, cache_eager(call).out)
+
+    def judge(self, attend: Attend) -> str:
+        """What is wrong with a contestant; empty where nothing is."""
+        got = attend(self.q, self.cache)
+        report = measure_budget(got, self.exact, self.eager, name="out")
+        return "" if report.is_within else str(report)
 
 
 def _count_sets(case: DecodeCase) -> int:
