@@ -330,7 +330,7 @@ class Forward:
         scales = (_address(cache.k_scale), _address(cache.v_scale), *self._scales)
         to = (out.data_ptr(), *so)
         statistics = (_address(lse), *sl)
-        partials = (parts.out.data_ptr(), parts.lse.data_ptr())
+        partials = (parts.out.data_ptr(), parts.state.data_ptr())
         main, combine = self._compiled
         relaunch(
             main, self._grid,
@@ -346,7 +346,9 @@ class Forward:
 
     def _new_parts(self) -> Parts:
         out = torch.empty(self._slots, dtype=torch.float32, device=self.device)
-        return Parts(out, torch.empty(self._slots[:3], dtype=torch.float32, device=self.device))
+        return Parts(
+            out, torch.empty((*self._slots[:3], 2), dtype=torch.float32, device=self.device)
+        )
 
 
 def cache_attention_fwd(call: CacheCall, out: Tensor, lse: Tensor) -> Forward | None:
