@@ -19,7 +19,7 @@ from ..core.partials import Partial
 from ..dense.triton_call import TritonCall, cut_dim
 from ..kernels.launch import Config, launch
 from ..kernels.structs import Operand, absent
-from ..kernels.tiles import load_tile, row_base, statistics_base, store_tile
+from ..kernels.tiles import load_tile, row_base, row_product, statistics_base, store_tile
 
 _CONFIG = Config(32, 0, 4, 1)
 
@@ -76,12 +76,6 @@ def _merge_rows_kernel(
         store_tile(final_base, final.stride_m, merged, stored, BLOCK_M, DIMS, False, IS_WIDE)
 
 
-@triton.jit
-def _row_product(o, do):
-    # An out of 0 adds nothing: an empty row is all 0, and its dO may be anything.
-    return tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)
-
-
 @triton.jit(do_not_specialize=["M", "H"])
 def _row_deltas_kernel(
     out, dout, dlse, delta, M, H,
@@ -92,9 +86,7 @@ def _row_deltas_kernel(
     o_base, do_base = row_base(out, b, m0, h), row_base(dout, b, m0, h)
     o_tile = load_tile(o_base, out.stride_m, stored, True, BLOCK_M, DIMS, IS_WIDE)
     do_tile = load_tile(do_base, dout.stride_m, stored, True, BLOCK_M, DIMS, IS_WIDE)
-    total = _row_product(o_tile[0], do_tile[0])
-    for i in tl.static_range(1, len(DIMS) - 1):
-        total += _row_product(o_tile[i], do_tile[i])
+    total = row_product(o_tile, do_tile, DIMS)
     if dlse.ptr is not None:
         total -= tl.load(statistics_base(dlse, b, m0, h) + rows, mask=stored, other=0.0)
     tl.store(statistics_base(delta, b, m0, h) + rows, total, mask=stored)
