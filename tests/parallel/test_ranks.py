@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tilewise as tw
 from tests.helpers import UNDER_TEST
@@ -202,16 +201,9 @@ def test_a_wrong_call_is_told_though_nobody_answers() -> None:
 def test_a_block_of_a_model(how: str) -> None:
     """Parameter gradients, summed over ranks, are those of one rank."""
     layout, x = zigzag(S, 3), torch.randn(1, S, 32)
-
-    def gradients(dtype: torch.dtype) -> list[Tensor]:
-        torch.manual_seed(0)
-        block = jobs.Block({}).to(dtype)
-        q, k, v = block.project(x.to(dtype)).unflatten(-1, (3, 4, -1)).unbind(2)
-        mixed = tw.attention(q, k, v, mask=tw.causal(), sinks=block.sinks)
-        y = x.to(dtype) + block.out(torch.relu(mixed.flatten(2)))
-        return list(torch.autograd.grad(y.square().sum(), list(block.parameters())))
-
-    exact, eager = gradients(torch.float64), gradients(torch.float32)
+    exact, eager = (
+        jobs.gradients_of_a_block(x.to(dtype)) for dtype in (torch.float64, torch.float32)
+    )
     for found in RANKS.run(3, jobs.block_gradients, layout, x, how):
         for got, want, plain in zip(found, exact, eager, strict=True):
             assert_within_budget(got, want, plain, name=how)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.first_derivative import mark_first_derivatives
 from ..core.shapes import accumulator_of
 from .choice import choose
 from .inputs import Inputs
@@ -132,26 +133,10 @@ class Linear(torch.autograd.Function):
             gradients = torch.ops.tilewise.linear_bwd(
                 dout, dstate, *tensors, ctx.scale, ctx.backend, wanted
             )
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            inputs = (dout, dstate, *tensors)
-            gradients = _FirstDerivative.apply(len(inputs), *inputs, *gradients)
+        inputs = (dout, dstate, *tensors)
+        gradients = mark_first_derivatives("linear", inputs, gradients)
         kept = [
             dx if want and x is not None else None
             for x, dx, want in zip(tensors, gradients, wanted, strict=False)
         ]
         return (None, None, *kept, None)
-
-
-class _FirstDerivative(torch.autograd.Function):
-    """Marks gradients as functions of their inputs whose own derivative is refused, not 0."""
-
-    @staticmethod
-    def forward(ctx: Any, n_inputs: int, *tensors: Tensor | None) -> Any:
-        return tuple(x.view_as(x) for x in tensors[n_inputs:] if x is not None)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        raise NotImplementedError(
-            "linear: second derivatives are not implemented on this backend; "
-            "backend='reference' has them."
-        )

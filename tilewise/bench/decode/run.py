@@ -17,6 +17,7 @@ from ...decode.cache import KVCache
 from ...decode.call import Splits, make_call
 from ...decode.reference import cache_eager, cache_reference
 from ..harness import describe_error, time_rounds
+from ..parallel import pieces
 from ..progress import Progress
 from .cases import DecodeCase
 from .peers import Attend, DecodePeer, scale_of
@@ -198,14 +199,8 @@ def _enter_ratios(rows: dict[str, DecodeRow]) -> None:
         ours.x_best_peer = min(others) / ours.us
 
 
-class HostMeter:
-    """The same for a CPU: the host's clock, and calls in a row."""
-
-    def sample(self, call: Callable[[], Any], repeats: int) -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        return (time.perf_counter() - start) / repeats
+class HostMeter(pieces.HostMeter):
+    """The same for a CPU, and calls in a row."""
 
     def sample_host(self, call: Callable[[], Any], repeats: int) -> float:
         return self.sample(call, 3)
