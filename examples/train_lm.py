@@ -36,6 +36,8 @@ from tilewise.flash_attn.layers.rotary import apply_rotary_emb
 GIB = 2**30
 # Bytes of a document that are read, at most.
 LONGEST = 4096
+# Steps until the learning rate is reached.
+WARM_UP = 10
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -174,7 +176,9 @@ def train(run: Run) -> dict[str, object]:
     dtype, device = getattr(torch, run.dtype), torch.device(run.device)
     is_mixed = dtype == torch.bfloat16
     model = Model(run).to(device, None if is_mixed else dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # Steps that overshoot would blow up the rounding in which the two forms differ.
+    rates = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=WARM_UP)
     rows = pack(read_documents(), run.context)
     losses: list[float] = []
     start_bytes = limit_memory(run)
@@ -188,7 +192,9 @@ def train(run: Run) -> dict[str, object]:
                 loss = next_byte_loss(model(text, cu_seqlens), text, cu_seqlens)
             optimizer.zero_grad()
             loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            rates.step()
             losses.append(loss.item())
     except RuntimeError as error:
         # torch.OutOfMemoryError is one too; the CPU's allocator has no class of its own.
