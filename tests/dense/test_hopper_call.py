@@ -58,6 +58,19 @@ def test_the_forward_is_hoppers_and_the_backward_tritons(launches: Records) -> N
     assert len(launches) > 2 and all("_bwd_" in name for name in names(launches)[1:])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_pieces_backward_is_tritons_where_it_must_repeat(
+    deterministic: bool, launches: Records
+) -> None:
+    q, k, v = (x.detach() for x in qkv(N=200))
+    buffers = {f"d{name}": torch.zeros(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
+    rows = torch.zeros(2, 4, 5)
+    tw.attention_partial_backward(
+        q, q, k, v, rows, rows, **buffers, deterministic=deterministic, backend="hopper"
+    )
+    assert any("hopper" in name for name in names(launches)) != deterministic
+
+
 def test_the_second_call_is_warm(launches: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     x = qkv()
     tw.attention(*x, backend="hopper")

@@ -66,10 +66,11 @@ def attention(
     Returns: `[B, M, H, E]` in q's dtype. A query that sees no key gives 0 and has gradient 0.
     Raises: ValueError for arguments that do not fit, NotImplementedError for what no chosen
         backend can do; before anything is read or written.
-    Cost: 4 B H M N D flops over the visible tiles, backward 2.5 times that. Extra memory: an lse
-        `[B, H, M]` and a few tiles; backward, fp32 buffers of dq, dk and dv on "tiled". Where a
-        bias, slopes or sinks learn, out is kept in fp32 too. On GPUs inputs whose rows do not
-        start at multiples of 16 elements are copied.
+    Cost: 4 B H M N D flops over the visible tiles, backward 2.5 times that (3.5 times on "triton",
+        4 above head dim 128). Extra memory: an lse `[B, H, M]` and a few tiles; backward, fp32
+        buffers of dq, dk and dv on "tiled", of dq on "hopper", and where a bias, slopes or sinks
+        learn, out in fp32 on "tiled". On GPUs inputs whose rows do not start at multiples of 16
+        elements are copied.
     Deterministic: the forward always; the backward where asked to be, and on every backend but
         "hopper" always.
     Source: FlashAttention-2 (arXiv 2307.08691); the oracle is
@@ -256,6 +257,7 @@ def attention_partial_backward(
     cu_seqlens_k: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    deterministic: bool = False,
     backend: str = "auto",
 ) -> None:
     """Gradients of one piece of a larger softmax, added into buffers that the caller owns.
@@ -271,13 +273,16 @@ def attention_partial_backward(
             `delta = rowsum(dout * out) - dlse`.
         dq, dk, dv: fp32 (fp64 for fp64 inputs), shaped as q, k, v; added to, never overwritten.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: of a packed piece.
-    Raises: as `attention_partial`.
-    Cost: 10 B H M N D flops over the visible tiles; a few tiles of extra memory.
-    Deterministic: always.
+        deterministic, backend: as for `attention`.
+    Raises: as `attention_partial`, and NotImplementedError for the reference backend, which owns no
+        buffers.
+    Cost: 10 B H M N D flops over the visible tiles (14 on "triton", 16 above head dim 128); a few
+        tiles of extra memory, on "hopper" an fp32 buffer of dq.
+    Deterministic: where asked to be, and on every backend but "hopper" always.
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
     op = "attention_partial_backward"
-    terms = _terms(scale, softcap, alibi_slopes, None, None, 0.0)
+    terms = _terms(scale, softcap, alibi_slopes, None, None, 0.0, deterministic)
     placement = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -364,7 +369,7 @@ def _terms(
     bias: Tensor | None,
     sinks: Tensor | None,
     dropout_p: float,
-    deterministic: bool = False,
+    deterministic: bool,
 ) -> dict[str, Any]:
     return {
         "scale": scale,
