@@ -82,7 +82,7 @@ def filled(page: int | None, dtype: torch.dtype = torch.float32) -> tw.KVCache:
 
 APPENDS: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({}, "sequence 2 would grow to 27 tokens, but the cache holds 2[45]"),
-    "dims": ({"k": torch.zeros(B, 3, G, D + 1)}, r"k must be \[3, L, 2, 8\] with 8 = 8"),
+    "dims": ({"k": torch.zeros(B, 3, G, D + 1)}, r"k must be \[3, L, 2, 8\], got"),
     "one length": ({"v": torch.zeros(B, 2, G, E)}, "v must be .* with L = 3"),
     "dtype": ({"k": torch.zeros(B, 3, G, D).half()}, "k must have the cache's dtype"),
     "no tensor": ({"v": None}, "v must be None for a latent cache"),

@@ -24,7 +24,8 @@ def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) ->
         specs: for each name, its letters: `q="B M H D"`. A letter that has been bound must
             recur with the same size; `B|1` also takes 1; a literal number takes just that.
     Returns: the sizes by letter.
-    Raises: ValueError that names the op, the argument, what came and what was expected.
+    Raises: ValueError that names the op, the argument, what came and what was expected; also for
+        what is no tensor.
 
     >>> q, k = torch.empty(2, 5, 4, 8), torch.empty(2, 7, 2, 8)
     >>> check_shapes("attention", {"q": q, "k": k}, q="B M H D", k="B N G D")
@@ -36,6 +37,8 @@ def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) ->
         if tensor is None:
             continue
         letters = spec.split()
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
         if tensor.dim() != len(letters):
             raise ValueError(
                 f"{op}: {name} must be [{', '.join(letters)}], "
@@ -63,9 +66,10 @@ def _bind(
     if expected is None:
         dims[key] = size
     elif size != expected:
+        # A literal number says itself what was expected.
+        bound = "" if key.isdigit() else f" with {key} = {expected}"
         raise ValueError(
-            f"{op}: {name} must be [{', '.join(letters)}] with {key} = {expected}, "
-            f"got {list(tensor.shape)}."
+            f"{op}: {name} must be [{', '.join(letters)}]{bound}, got {list(tensor.shape)}."
         )
 
 
