@@ -9,9 +9,11 @@ from torch import Tensor
 import tilewise as tw
 from tests.helpers import UNDER_TEST
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
+from tilewise.decode import choice as decode_choice
 from tilewise.decode.budget import unread
 from tilewise.decode.call import Splits, make_call
 from tilewise.decode.ops import flatten
+from tilewise.dense import choice as dense_choice
 
 H, G, D, E = 6, 2, 16, 8
 
@@ -194,7 +196,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "sinks": ({"sinks": torch.zeros(H + 1)}, r"sinks must be floating \[6\]"),
     "slopes": ({"alibi_slopes": torch.zeros(3, H)}, "alibi_slopes must be floating"),
     "bias": ({"bias": torch.zeros(1, H, 1, 3)}, "bias must broadcast to"),
-    "bool bias": ({"bias": torch.ones(1, dtype=torch.bool)}, "bias must be a floating tensor"),
+    "bool bias": ({"bias": torch.ones(1, dtype=torch.bool)}, "bias must be .* got torch.bool"),
     "out": ({"out": torch.zeros(2, 1, H, E + 1)}, r"out must be \[2, 1, 6, 8\]"),
     "out dtype": ({"out": torch.zeros(2, 1, H, E).half()}, "out must have q's dtype"),
     "backend": ({"backend": "cuda"}, "backend must be one of"),
@@ -229,6 +231,26 @@ def test_the_choice_and_its_reasons() -> None:
                                 cache.lengths), backend="triton")  # fmt: skip
     with pytest.raises(TypeError, match="knows no argument 'window'"):
         tw.explain_cache_backend(q, cache, window=3)
+
+
+@pytest.mark.skipif(UNDER_TEST.device != "cpu", reason="of the choice as if on a GPU")
+@pytest.mark.parametrize(
+    ("M", "options", "kernel"),
+    [
+        (1, {}, "Triton's split-KV kernel"),
+        (1280, {}, "dense attention's kernel"),
+        (1280, {"num_splits": 2}, "Triton's split-KV kernel"),
+        (1, {"mask": tw.chunked(4)}, "dense attention's kernel"),
+    ],
+)
+def test_the_reason_names_the_kernel(
+    M: int, options: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(decode_choice, "choose", lambda *given: "triton")
+    monkeypatch.setattr(dense_choice, "triton_problem", lambda device: "")
+    choice = tw.explain_cache_backend(queries(2, M), filled([20, 9], 24), **options)
+    assert choice.reason == f"{kernel} runs here, on cpu"
 
 
 @pytest.mark.skipif(UNDER_TEST.device != "cpu", reason="of the op's schema")

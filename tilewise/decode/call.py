@@ -176,7 +176,10 @@ def _check_terms(op: str, terms: dict[str, Any], H: int, cache: KVCache, M: int 
     bias = terms["bias"]
     if bias is not None:
         if not isinstance(bias, Tensor) or not bias.is_floating_point():
-            raise ValueError(f"{op}: bias must be a floating tensor; a bool mask goes to mask=.")
+            got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+            raise ValueError(
+                f"{op}: bias must be a floating tensor, got {got}; a bool mask goes to mask=."
+            )
         rows = bias.shape[-2] if bias.dim() >= 2 else 1
         sizes = {"B": cache.B, "H": H, "M": rows if M is None else M, "capacity": cache.capacity}
         bias = check_broadcastable(op, "bias", bias, sizes)
