@@ -185,7 +185,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"q": torch.zeros(2, 1, H, D).half()}, "q must have the cache's dtype"),
     "int q": ({"q": torch.zeros(2, 1, H, D).int()}, "q must be float16, bfloat16, float32"),
     "packed": ({"cu_seqlens_q": ints(0, 1, 2)}, r"q must be \[T, H, 16\]"),
-    "cu": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": ints(0, 3, 5)}, "end within the 4 packed"),
+    "cu": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": ints(0, 3, 5)}, "cu_seqlens_q ends at 5"),
     "cu dtype": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": torch.zeros(3)}, "cu_seqlens_q must"),
     "longest": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": ints(0, 3, 4), "max_seqlen_q": 2},
                 "max_seqlen_q is 2, but a sequence has 3 queries"),

@@ -87,7 +87,7 @@ APPENDS: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"k": torch.zeros(B, 3, G, D).half()}, "k must have the cache's dtype"),
     "no tensor": ({"v": None}, "v must be None for a latent cache"),
     "cu": ({"k": torch.zeros(9, G, D), "v": torch.zeros(9, G, E), "cu_seqlens": ints(0, 4, 3, 9)},
-           "cu_seqlens must start at 0, never fall"),
+           "cu_seqlens must never fall, got 4 then 3"),
     "cu too short": ({"k": torch.zeros(9, G, D), "v": torch.zeros(9, G, E),
                       "cu_seqlens": ints(0, 9)}, r"cu_seqlens must be \[4\]"),
     "rotary reach": ({"k": torch.zeros(2, G, D), "v": torch.zeros(2, G, E),

@@ -84,7 +84,13 @@ BAD = [
     ({"activation": "relu"}, r"activation must be None or 'silu', got 'relu'"),
     ({"state": torch.zeros(2, 6, 4)}, r"state must be \[B, C, W - 1\] = \[2, 6, 3\]"),
     ({"x": torch.zeros(2, 9, 6).long()}, r"x must be floating, got torch.int64"),
+    ({"weight": torch.zeros(6, 4).long()}, r"weight must be floating, got torch.int64"),
+    ({"bias": torch.zeros(6).long()}, r"bias must be floating, got torch.int64"),
     ({"cu_seqlens": torch.tensor([0, 9])}, r"x must be \[T, C\], got 3 dimensions"),
+    ({"x": torch.zeros(9, 6), "cu_seqlens": torch.tensor([1, 9])}, "cu_seqlens must start at 0"),
+    ({"x": torch.zeros(9, 6), "cu_seqlens": torch.tensor([0, 7, 5])}, "cu_seqlens must never fall"),
+    ({"x": torch.zeros(9, 6), "cu_seqlens": torch.tensor([0, 10])}, "cu_seqlens ends at 10"),
+    ({"x": torch.zeros(9, 6), "cu_seqlens": torch.tensor([]).int()}, "cu_seqlens must hold at"),
 ]
 
 

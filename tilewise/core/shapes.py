@@ -105,6 +105,25 @@ def check_same_dtype(op: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
     return dtype
 
 
+def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, stored: int) -> None:
+    """Raise ValueError unless bounds start at 0, never fall and end within what is stored.
+
+    Reads them. cu_seqlens: integers `[B + 1]`, at least one. stored: tokens.
+    """
+    values = cu_seqlens.to(torch.int64)
+    if int(values[0]) != 0:
+        raise ValueError(f"{op}: {name} must start at 0, got {int(values[0])}.")
+    if bool((values.diff() < 0).any()):
+        at = int((values.diff() < 0).to(torch.int8).argmax())
+        raise ValueError(
+            f"{op}: {name} must never fall, got {int(values[at])} then {int(values[at + 1])}."
+        )
+    if int(values[-1]) > stored:
+        raise ValueError(
+            f"{op}: {name} ends at {int(values[-1])}, but only {stored} tokens are stored."
+        )
+
+
 def check_broadcastable(op: str, name: str, tensor: Tensor, shape: dict[str, int]) -> Tensor:
     """`tensor` seen with `len(shape)` dims that are each 1 or the named size."""
     letters, sizes = list(shape), list(shape.values())

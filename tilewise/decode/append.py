@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.backends import triton_problem
-from ..core.shapes import check_same_device, check_shapes
+from ..core.shapes import check_cu_seqlens, check_same_device, check_shapes
 from .cache import FLOAT8, KVCache, place_new, quantise, turned_keys
 from .rotary import Rotary
 
@@ -120,12 +120,7 @@ def _check_contents(
 ) -> None:
     new: int | Tensor = k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
     if cu_seqlens is not None:
-        values = cu_seqlens.tolist()
-        if values[0] != 0 or values != sorted(values) or values[-1] > k.shape[0]:
-            raise ValueError(
-                f"{_OP}: cu_seqlens must start at 0, never fall and end within the "
-                f"{k.shape[0]} new tokens, got {values[:8]}."
-            )
+        check_cu_seqlens(_OP, "cu_seqlens", cu_seqlens, k.shape[0])
     cache.check_contents(_OP, new)
     if rotary is not None:
         first = cache.lengths if rotary.first is None else rotary.first
