@@ -177,7 +177,7 @@ def _check_terms(op: str, terms: dict[str, Any], H: int, cache: KVCache, M: int 
     bias = terms["bias"]
     if bias is not None:
         if not isinstance(bias, Tensor) or not bias.is_floating_point():
-            got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+            got = str(bias.dtype) if isinstance(bias, Tensor) else type(bias).__name__
             raise ValueError(
                 f"{op}: bias must be a floating tensor, got {got}; a bool mask goes to mask=."
             )

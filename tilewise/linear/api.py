@@ -73,8 +73,9 @@ def retention(
     As `linear_attention`, and:
 
     Args:
-        log_decay: `[H]`, natural log, at most 0. `log(1 - 2^(-5 - h))` when None. Lightning
-            attention (MiniMax) is this op with its own decays. Has a gradient.
+        log_decay: `[H]`, floating, natural log, at most 0. `log(1 - 2^(-5 - h))` when None.
+            Lightning attention (MiniMax) is this op with its own decays. Has a gradient.
+    Returns, Raises, Cost, Deterministic: as `linear_attention`.
     Source: Retentive Network, arXiv 2307.08621.
     """
     tensors = {"q": q, "k": k, "v": v, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
@@ -83,9 +84,10 @@ def retention(
             heads = torch.arange(v.shape[-2], device=v.device)
             log_decay = torch.log1p(-torch.exp2(-5.0 - heads))
         H = v.shape[-2]
-        if not isinstance(log_decay, Tensor) or list(log_decay.shape) != [H]:
-            got = list(log_decay.shape) if isinstance(log_decay, Tensor) else log_decay
-            raise ValueError(f"retention: log_decay must be [H] = [{H}], got {got}.")
+        is_tensor = isinstance(log_decay, Tensor)
+        if not is_tensor or list(log_decay.shape) != [H] or not log_decay.is_floating_point():
+            got = f"{log_decay.dtype} {list(log_decay.shape)}" if is_tensor else repr(log_decay)
+            raise ValueError(f"retention: log_decay must be floating [H] = [{H}], got {got}.")
         tensors["g"] = log_decay.expand(v.shape[:-1])
     return _run("retention", tensors, scale, backend)
 
@@ -108,6 +110,7 @@ def simple_gla(
 
     Args:
         g: `[B, M, H]` (packed `[T, H]`), log decay, any floating dtype; fp32 is best.
+    Returns, Raises, Cost, Deterministic: as `linear_attention`.
     Source: Mamba 2, arXiv 2405.21060.
     """
     tensors = {"q": q, "k": k, "v": v, "g": g}
@@ -132,6 +135,7 @@ def gla(
 
     Args:
         g: `[B, M, H, D]` (packed `[T, H, D]`), log decay, any floating dtype; fp32 is best.
+    Returns, Raises, Cost, Deterministic: as `linear_attention`.
     Source: arXiv 2312.06635.
     """
     tensors = {"q": q, "k": k, "v": v, "g": g}
@@ -163,6 +167,7 @@ def delta_rule(
             `beta |k|^2` exceeds 2 the state grows from step to step, and so do rounding errors.
         beta_sigmoid: beta is a logit.
         negative_eigenvalues: beta is doubled, so that it reaches 2.
+    Returns, Raises, Cost, Deterministic: as `linear_attention`; about twice its flops.
     Source: arXiv 2406.06484.
     """
     q, k, beta = _delta_options("delta_rule", q, k, beta, qk_l2norm, beta_sigmoid,
@@ -197,6 +202,7 @@ def gated_delta_rule(
         g: `[B, M, H]` (packed `[T, H]`), log decay; with A_log or dt_bias what a projection gives,
             of which the log decay is made: `-exp(A_log) softplus(g + dt_bias)`.
         A_log, dt_bias: `[H]`, floating; have gradients.
+    Returns, Raises, Cost, Deterministic: as `delta_rule`.
     Source: arXiv 2412.06464.
     """
     op = "gated_delta_rule"
@@ -237,6 +243,7 @@ def kda(
         dt_bias: `[H, D]`, or flat.
         lower_bound: below 0; the log decay is `lower_bound sigmoid(exp(A_log) (g + dt_bias))`
             instead, and so never below the bound.
+    Returns, Raises, Cost, Deterministic: as `delta_rule`.
     Source: arXiv 2510.26692.
     """
     op = "kda"
@@ -260,13 +267,22 @@ def explain_backend(
     *,
     g: Tensor | None = None,
     beta: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> BackendChoice:
-    """Which backend a call with these tensors runs on, and why."""
+    """Which backend a call with these tensors runs on, and why.
+
+    Args:
+        q, k, v, g, beta, initial_state, cu_seqlens, backend: as any op of the family gets them.
+    Returns: a `BackendChoice`: the name, the reason, and why the others were not taken.
+    Raises: ValueError for arguments that do not fit.
+    """
     optional = {name: x for name, x in (("g", g), ("beta", beta)) if x is not None}
-    tensors = {"q": q, "k": k, "v": v, **optional}
-    is_vector = g is not None and g.dim() == q.dim()
-    inputs = check_call("explain_backend", tensors, None, is_vector)
+    tensors = {"q": q, "k": k, "v": v, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    # One number a head has a dim less than q.
+    is_vector = isinstance(g, Tensor) and isinstance(q, Tensor) and g.dim() == q.dim()
+    inputs = check_call("explain_backend", tensors | optional, None, is_vector)
     return explain_choice("explain_backend", backend, inputs)
 
 

@@ -46,6 +46,7 @@ def decode(
     Raises: ValueError for arguments that do not fit.
     Cost: the state is read once and written once a call, `2 B H D E` numbers.
     Deterministic: always. A sequence's result does not depend on which others are in the batch.
+    Source: the recurrence of the ops; the oracle is `tilewise.linear.reference.recurrence`.
     """
     _check(q, k, v, pool, slots, write_slots, g, beta)
     scale = check_scale("decode", scale, q.shape[-1])
@@ -123,7 +124,10 @@ def _check(
             f"H = {dims['H']} and G = {dims['G']}."
         )
     if not pool.is_floating_point() or not pool.is_contiguous():
-        raise ValueError(f"{op}: pool must be floating and contiguous, got {pool.dtype}.")
+        raise ValueError(
+            f"{op}: pool must be floating and contiguous, got {pool.dtype} with strides "
+            f"{list(pool.stride())}."
+        )
     for name in ("slots", "write_slots"):
         if name not in given:
             continue
