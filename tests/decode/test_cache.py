@@ -95,6 +95,9 @@ APPENDS: dict[str, tuple[dict[str, Any], str]] = {
                       "rotary": tw.Rotary(torch.ones(21, 2), torch.ones(21, 2))},
                      "rotary cos holds 21 positions, got positions 20 to 21"),
     "rotary width": ({"rotary": tw.Rotary(torch.ones(30, 5), torch.ones(30, 5))}, "R <= D = 8"),
+    "no rotary": ({"rotary": 3}, "rotary must be a Rotary, got int"),
+    "no table": ({"rotary": tw.Rotary(None, torch.ones(30, 2))},  # type: ignore[arg-type]
+                 "rotary cos must be a tensor, got NoneType"),
     "rotary first": ({"rotary": tw.Rotary(torch.ones(30, 2), torch.ones(30, 2), first=ints(1))},
                      r"rotary first must be int32 or int64 \[B\] = \[3\]"),
 }  # fmt: skip
@@ -111,6 +114,31 @@ def test_a_refused_append_changes_nothing(name: str, page: int | None) -> None:
         cache.append(**call)
     for n, x in before.items():
         assert torch.equal(getattr(cache, n), x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"B": -1}, "B must be an int >= 0, got -1"),
+        ({"capacity": 8.5}, "capacity must be an int >= 0, got 8.5"),
+        ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ({"dtype": torch.int32}, "dtype must be .* got torch.int32"),
+        ({"dtype": "bf16"}, "dtype must be .* got bf16"),
+    ],
+)
+def test_no_cache_has_such_sizes(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"B": 1, "capacity": 8, "G": 2, "D": 8, **change}
+    with pytest.raises(ValueError, match=f"KVCache: {message}"):
+        tw.KVCache.allocate(**given)
+
+
+@pytest.mark.parametrize("tokens", [-1, 1.5, "1", torch.tensor([1.0])])
+def test_what_was_never_written_is_not_wound_back_to(tokens: Any) -> None:
+    cache = filled(5)
+    before = cache.lengths.clone()
+    with pytest.raises(ValueError, match="rewind: tokens must be an int >= 0"):
+        cache.rewind(tokens)
+    assert torch.equal(cache.lengths, before)
 
 
 def test_indices_that_leave_the_cache_are_named() -> None:

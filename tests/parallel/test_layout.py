@@ -284,6 +284,7 @@ def test_areas_count_pairs() -> None:
         ("shard", lambda: layouts.zigzag(8, 2).shard(torch.zeros(1, 7), 0)),
         ("layout zigzag", lambda: layouts.zigzag(8, 2).positions(2)),
         ("join", lambda: layouts.zigzag(8, 2).join([torch.zeros(1, 4), torch.zeros(1, 3)])),
+        ("join", lambda: layouts.zigzag(8, 2).join([torch.zeros(1, 4)])),
         ("layout", lambda: layouts.zigzag(8, 3).merged(2)),
     ],
 )

@@ -257,7 +257,11 @@ def blocks(visible: Tensor, block_m: int = BIT_TILE, block_n: int = BIT_TILE) ->
     Args:
         visible: bool `[nM, nN]`, `[B or 1, nM, nN]` or `[B or 1, H or 1, nM, nN]`. What lies
             beyond its last tile is hidden.
+        block_m, block_n: sizes of a tile, above 0; 128 x 128 is taken by kernels as it is.
+    Raises: ValueError for other dtypes, shapes and sizes.
     """
+    if not isinstance(visible, Tensor):
+        raise ValueError(f"blocks: expected a bool tensor, got {type(visible).__name__}.")
     if visible.dtype != torch.bool or not 2 <= visible.dim() <= 4:
         raise ValueError(
             "blocks: expected a bool tensor [nM, nN], [B, nM, nN] or [B, H, nM, nN], "

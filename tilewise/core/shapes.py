@@ -15,6 +15,11 @@ def accumulator_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_integer(x: object) -> bool:
+    """Whether x is a whole number: an int, a compiled call's symbol, or another library's."""
+    return isinstance(x, (int, torch.SymInt)) or hasattr(x, "__index__")
+
+
 def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) -> dict[str, int]:
     """Bind dimension letters to sizes and raise one sentence when a tensor does not fit.
 

@@ -111,6 +111,8 @@ def _check(
                 f"{_OP}: {name} must have the cache's dtype {cache.k.dtype}, got {x.dtype}."
             )
     if rotary is not None:
+        if not isinstance(rotary, Rotary):
+            raise ValueError(f"{_OP}: rotary must be a Rotary, got {type(rotary).__name__}.")
         rotary.check(_OP, D, B)
         check_same_device(_OP, {"k": k, "cos": rotary.cos, "sin": rotary.sin})
 

@@ -17,6 +17,7 @@ from ..core.shapes import (
     check_same_device,
     check_shapes,
 )
+from ..dense.checks import check_numbers
 from ..dense.piece import Terms
 from .cache import FLOAT8, KVCache
 
@@ -155,13 +156,7 @@ def _check_dtypes(op: str, q: Tensor, cache: KVCache) -> None:
 def _check_terms(op: str, terms: dict[str, Any], H: int, cache: KVCache, M: int | None) -> Terms:
     scale = cache.k.shape[3] ** -0.5 if terms["scale"] is None else terms["scale"]
     softcap = terms["softcap"]
-    # What fp32 cannot hold is refused, not rounded to inf.
-    if not abs(scale) <= 1e38:
-        raise ValueError(f"{op}: scale must be finite and at most 1e38 in size, got {scale}.")
-    if softcap is not None and not 1e-37 <= softcap <= 1e38:
-        raise ValueError(
-            f"{op}: softcap must be None or lie between 1e-37 and 1e38, got {softcap}."
-        )
+    check_numbers(op, scale, softcap)
     for name, spec in (("alibi_slopes", [cache.B, H]), ("sinks", [H])):
         x = terms[name]
         if x is None:

@@ -119,7 +119,12 @@ class Layout:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def join(self, shards: Sequence[Tensor], *, dim: int = 1) -> Tensor:
-        """The whole sequence from the shards of all ranks, in one process. Differentiable."""
+        """The whole sequence from the shards of all ranks, in one process. Differentiable.
+
+        Raises: ValueError for shards that are not of this layout.
+        """
+        if len(shards) != self.ranks:
+            raise ValueError(f"join: expected {self.ranks} shards, got {len(shards)}.")
         for rank, (shard, length) in enumerate(zip(shards, self.lengths, strict=True)):
             if shard.shape[dim] != length:
                 raise ValueError(
