@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="GPU, parallel: end after so many, with what was measured by then",
+        help="GPU, parallel, decode, mla: end after so many, with what was measured by then",
     )
     parser.add_argument(
         "--output",
@@ -104,7 +105,7 @@ def _run_on_cpu(arguments: argparse.Namespace, device: torch.device) -> int:
             raise UsageError(f"{COMMAND}: --{name} is for a run on a GPU; the device is {device}.")
     grids = read_grids(arguments.grid, GRIDS)
     request: Request = Request(device, grids, *_read_sizes(arguments), arguments.quick)
-    output = _read_output(arguments.output, device)
+    output = read_stored(COMMAND, arguments.output, device)
     with console.open_progress() as progress:
         result = run_bench(request, progress)
     document = {"command": "bench", **result.as_json()}
@@ -131,7 +132,7 @@ def _run_on_gpu(arguments: argparse.Namespace, device: torch.device) -> int:
     request: GpuRequest = Request(
         device, grids, backends, lengths, dtypes, arguments.quick, minutes
     )
-    output = _read_output(arguments.output, device)
+    output = read_stored(COMMAND, arguments.output, device)
     store = (lambda result: None) if output is None else File(output)
     with console.open_progress() as progress:
         result = run_bench(request, progress, CudaMeter(device), store=store)
@@ -176,15 +177,24 @@ def _read_sizes(arguments: argparse.Namespace) -> tuple[list[int], list[torch.dt
     return read_lengths(COMMAND, arguments.lengths), dtypes
 
 
-def _read_output(text: str | None, device: torch.device) -> Path | None:
-    if text is None:
-        return None
+def read_stored(
+    command: str, text: str | None, device: torch.device, kind: str = ""
+) -> Path | None:
+    """Where a run is stored, if anywhere: a file, or a folder, in which no other kind's run is
+    written over."""
     if text and Path(text).is_dir():
-        return read_output(COMMAND, str(Path(text) / file_name(device)))
-    return read_output(COMMAND, text)
+        text = str(Path(text) / f"{kind}{_file_name(device)}")
+    return None if text is None else read_output(command, text)
 
 
-def file_name(device: torch.device) -> str:
+def refuse_others(command: str, arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise for what was given and is another bench's."""
+    for name in names:
+        if getattr(arguments, name) not in (None, ()):
+            raise UsageError(f"{command}: --{name} is for another bench.")
+
+
+def _file_name(device: torch.device) -> str:
     """`nvidia-h200-2026-01-31.json`: the device and the day."""
     from ..bench import environment
 
