@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.autocast import under_autocast
 from ..core.backends import BackendChoice, check_backend_name
+from ..core.first_derivative import refuse_tangents
 from ..core.mask import Mask
 from ..core.mask_leaves import full
 from ..core.partials import Partial
@@ -348,7 +350,7 @@ def explain_backend(
         if name not in PLACEMENT:
             raise TypeError(f"explain_backend: no call of attention knows the argument {name!r}.")
     check_are_tensors("attention", {"q": q, "k": k, "v": v})
-    q, k, v = _autocast(q, k, v)
+    q, k, v = under_autocast(q, k, v)
     arguments = check_call("attention", q, k, v, mask, _terms(**values), options)
     piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
     choice = explain("attention", backend, piece)
@@ -413,7 +415,7 @@ def _attend(
             )
 
         return attend_sharded(op, run_local, q, k, v, mask, terms, placement)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = under_autocast(q, k, v)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     out_dtype = q.dtype if out_dtype is None else out_dtype
     if out_dtype not in _OUT_DTYPES:
@@ -424,12 +426,7 @@ def _attend(
         arguments = arguments._replace(rng=draw_rng(q.device))
     if name == "reference":
         return _run_reference(q, k, v, mask, arguments, out_dtype)
-    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
-        # Without this the tangents would be dropped, silently.
-        raise NotImplementedError(
-            f"{op}: forward-mode derivatives are not implemented on this backend; "
-            "backend='reference' has them."
-        )
+    refuse_tangents(op)
     if name == "tiled" and not torch_flash.is_enabled():
         name = "tiled(own)"
     # Decided here, once, so that the backward does as the forward did.
@@ -523,16 +520,3 @@ def _settle(op: str, backend: str, piece: Piece) -> str:
         check_backend_name(op, backend, BACKENDS)
         return backend
     return choose(op, backend, piece)
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast q, k and v go to its dtype, as torch's own matmuls do; fp64 stays."""
-    device = q.device.type
-    # torch knows no autocast for meta tensors, and 2.11 cannot trace the question whether it does.
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    q, k, v = (
-        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)
-    )
-    return q, k, v

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.autocast import under_autocast
 from ..core.backends import BackendChoice
+from ..core.first_derivative import refuse_tangents
 from .checks import check_call, check_options
 from .choice import choose
 from .choice import explain as explain_choice
@@ -297,7 +299,8 @@ def _run(
     *,
     has_vector_gate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    inputs = check_call(op, _autocast(tensors), scale, has_vector_gate)
+    q, k, v = under_autocast(tensors["q"], tensors["k"], tensors["v"])
+    inputs = check_call(op, {**tensors, "q": q, "k": k, "v": v}, scale, has_vector_gate)
     name = choose(op, backend)
     if name == "reference":
         check_contents(inputs)
@@ -305,12 +308,7 @@ def _run(
     if name == "eager":
         check_contents(inputs)
         return linear_eager(inputs)
-    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
-        # Without this the tangents would be dropped, silently.
-        raise NotImplementedError(
-            f"{op}: forward-mode derivatives are not implemented on this backend; "
-            "backend='reference' has them."
-        )
+    refuse_tangents(op)
     return run_op(inputs, name)
 
 
@@ -349,21 +347,3 @@ def _check_gate(op: str, g: Tensor, v: Tensor, n_last: int) -> None:
         raise ValueError(
             f"{op}: g must be floating with H = {v.shape[-2]} heads, got {g.dtype} {list(g.shape)}."
         )
-
-
-def _autocast(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Under autocast q, k and v go to its dtype, as torch's own matmuls do; fp64 stays."""
-    q = tensors["q"]
-    if not isinstance(q, Tensor) or q.device.type == "meta":
-        return tensors
-    if not torch.is_autocast_enabled(q.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(q.device.type)
-    cast = {
-        name: x.to(dtype)
-        for name in ("q", "k", "v")
-        if isinstance(x := tensors[name], Tensor)
-        and x.is_floating_point()
-        and x.dtype != torch.float64
-    }
-    return tensors | cast
