@@ -32,7 +32,7 @@ from .agree import (
 )
 from .comm import Link, flatten, unflatten
 from .layout import Layout
-from .prepare import links_of
+from .prepare import link_of
 
 OP = "context_parallel_decode"
 _FULL = full()
@@ -74,13 +74,13 @@ def context_parallel_decode(
         dtypes, layout, scalars and lengths: on the CPU at every call; on a GPU, where it would make
         the host wait, at the first one like it and without what lengths holds. TILEWISE_CHECK=1
         compares every call, and the numbers in q and lengths too.
-    Cost: bytes received per rank (R - 1) B M H (E + 1) 4, on the CPU and (R - 1) 32 of a digest;
+    Cost: bytes received per rank (R - 1) B M H (E + 1) 4, and on the CPU (R - 1) 32 of a digest;
         each rank reads the slots it holds.
     Deterministic: always.
     Source: Tree Attention (arXiv 2408.04093).
     """
     check_are_tensors(OP, {"q": q, "k": k, "v": v})
-    link = _link_of(mesh, group)
+    link = link_of(OP, mesh, group)
     _compare(link, Call(q, k, v, layout, mask, lengths, scale, softcap, alibi_slopes, sinks))
     terms: dict[str, Any] = {
         "scale": scale,
@@ -114,13 +114,6 @@ class Call(NamedTuple):
     def reads(self) -> bool:
         """Whether the numbers in lengths are looked at: where nothing waits for a GPU."""
         return self.lengths is not None and (self.lengths.device.type == "cpu" or is_forced())
-
-
-def _link_of(mesh: Any, group: Any) -> Link:
-    links = links_of(mesh, group)
-    if len(links) != 1:
-        raise ValueError(f"{OP}: mesh must have one dim, got {len(links)}.")
-    return links[0]
 
 
 def _compare(link: Link, call: Call) -> None:

@@ -103,21 +103,29 @@ def scalars_of(
     return {**named, "is_deterministic": bool(deterministic)}
 
 
-def links_of(mesh: Any, group: Any) -> tuple[Link, ...]:
+def links_of(mesh: Any, group: Any, op: str = OP) -> tuple[Link, ...]:
     """The mesh's groups, outer first."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            f"{OP}: needs torch.distributed's process group; call init_process_group first."
+            f"{op}: needs torch.distributed's process group; call init_process_group first."
         )
     if mesh is None:
         return (Link.of(dist.group.WORLD if group is None else group),)
     if group is not None:
-        raise ValueError(f"{OP}: takes a mesh or a group, got both.")
+        raise ValueError(f"{op}: takes a mesh or a group, got both.")
     if not hasattr(mesh, "get_group"):
-        raise ValueError(f"{OP}: mesh must be a DeviceMesh, got {type(mesh).__name__}.")
+        raise ValueError(f"{op}: mesh must be a DeviceMesh, got {type(mesh).__name__}.")
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"{OP}: mesh must have one or two dims, got {mesh.ndim}.")
+        raise ValueError(f"{op}: mesh must have one or two dims, got {mesh.ndim}.")
     return tuple(Link.of(mesh.get_group(dim)) for dim in range(mesh.ndim))
+
+
+def link_of(op: str, mesh: Any, group: Any) -> Link:
+    """The one group of an op that knows no other."""
+    links = links_of(mesh, group, op)
+    if len(links) != 1:
+        raise ValueError(f"{op}: mesh must have one dim, got {len(links)}.")
+    return links[0]
 
 
 def prepare(given: Given) -> Prepared:
