@@ -219,6 +219,8 @@ def test_function_with_grouped_heads() -> None:
     with pytest.raises(ValueError, match="attn_mask must be None where is_causal"):
         mask = torch.ones(9, 9, dtype=torch.bool)
         torch_sdpa.scaled_dot_product_attention(q, q, q, mask, is_causal=True)
+    with pytest.raises(ValueError, match="key must be a tensor, got list"):
+        torch_sdpa.scaled_dot_product_attention(q, [0.0], v)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="query, key and value must be"):
         torch_sdpa.scaled_dot_product_attention(q, k[0], v[0])
 
