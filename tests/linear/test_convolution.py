@@ -55,11 +55,12 @@ def test_a_split_goes_on_from_the_state(at: int) -> None:
     assert_same(dx, dy)
 
 
-def test_packed_equals_each_sequence_alone() -> None:
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_packed_equals_each_sequence_alone(width: int) -> None:
     bounds = [0, 3, 3, 4, 10]
-    x, weight = torch.randn(12, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    x, weight = torch.randn(12, 6, requires_grad=True), torch.randn(6, width, requires_grad=True)
     x.data[10:] = torch.nan
-    state = torch.randn(4, 6, 3, requires_grad=True)
+    state = torch.randn(4, 6, width - 1, requires_grad=True)
     out, last = short_convolution(x, weight, state=state, cu_seqlens=torch.tensor(bounds))
     outs, lasts = [], []
     for b, (start, stop) in enumerate(pairwise(bounds)):
@@ -75,6 +76,13 @@ def test_packed_equals_each_sequence_alone() -> None:
     for dx, dy in zip(got, expected, strict=True):
         assert_same(dx, dy)
     assert torch.equal(got[0][10:], torch.zeros(2, 6))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_no_sequence_owns_a_token(width: int) -> None:
+    x, weight = torch.full((5, 6), torch.nan), torch.randn(6, width)
+    out, state = short_convolution(x, weight, cu_seqlens=torch.tensor([0]))
+    assert torch.equal(out, torch.zeros(5, 6)) and state.shape == (0, 6, width - 1)
 
 
 BAD = [

@@ -84,7 +84,8 @@ def _packed_taps(
     owned = sequence < B
     sequence = sequence.clamp(max=max(B - 1, 0))
     # One row of all numbers there are: tokens, states, and a 0 for what is not there.
-    rows = torch.cat([x, before.reshape(B * (W - 1), -1), x.new_zeros(1, x.shape[-1])])
+    C = x.shape[-1]
+    rows = torch.cat([x, before.reshape(B * (W - 1), C), x.new_zeros(1, C)])
 
     def read(sequence: Tensor, place: Tensor, valid: Tensor) -> Tensor:
         # place: in the sequence's own tokens; its state is at -(W - 1), ..., -1.
