@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.shapes import accumulator_of, check_cu_seqlens, check_same_device, check_shapes
-from .checks import check_bounds, reads_bounds
+from .checks import check_bounds, is_read
 
 # Taps of a channel.
 LARGEST_WIDTH = 16
@@ -121,7 +121,7 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any, state: Any, cu_seqle
         raise ValueError(f"{op}: activation must be None or 'silu', got {activation!r}.")
     if cu_seqlens is not None:
         check_bounds(op, cu_seqlens)
-        if reads_bounds(cu_seqlens):
+        if is_read(cu_seqlens):
             check_cu_seqlens(op, "cu_seqlens", cu_seqlens, dims["T"])
     expected = [dims["B"] if cu_seqlens is None else dims["B+1"] - 1, dims["C"], W - 1]
     if state is not None and list(state.shape) != expected:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.first_derivative import mark_first_derivatives
 from ..core.shapes import accumulator_of, check_cu_seqlens
-from .checks import reads_bounds
+from .checks import is_read
 from .choice import choose
 from .inputs import Inputs
 from .tiled import linear_tiled
@@ -72,7 +72,7 @@ def _linear_bwd(dout: Tensor, dstate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 def check_contents(inputs: Inputs) -> None:
     """Check what bounds hold, where they may be read."""
     bounds = inputs.cu_seqlens
-    if bounds is not None and reads_bounds(bounds):
+    if bounds is not None and is_read(bounds):
         check_cu_seqlens("linear", "cu_seqlens", bounds, inputs.q.shape[0])
 
 
