@@ -78,6 +78,7 @@ BUILT: dict[str, dict[str, Callable[[], Any]]] = {
         "integers": lambda: tw.blocks(ints([[1, 0]])),
         "one dim": lambda: tw.blocks(torch.tensor([True])),
         "five dims": lambda: tw.blocks(torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)),
+        "half a key": lambda: tw.blocks(torch.tensor([[True]]), 4, 0.5),
         "tile of 0": lambda: tw.blocks(torch.tensor([[True]]), 0, 4),
         "negative tile": lambda: tw.blocks(torch.tensor([[True]]), 4, -1),
     },
