@@ -212,6 +212,25 @@ def test_partial_backward_adds_into_elements_that_are_apart(name: str) -> None:
         tw.attention_partial_backward(x, x, x, x, numbers, numbers, **buffers)
 
 
+@pytest.mark.parametrize(("name", "other"), [("dv", "dk"), ("dq", "q"), ("dk", "dout")])
+def test_partial_backward_adds_into_memory_of_its_own(name: str, other: str) -> None:
+    x = {n: torch.randn(2, 5, 4, 8) for n in ("dout", "q", "k", "v", "dq", "dk", "dv")}
+    x[name] = x[other].view_as(x[other])
+    numbers = torch.zeros(2, 4, 5)
+    dout, q, k, v = (x.pop(n) for n in ("dout", "q", "k", "v"))
+    with pytest.raises(ValueError, match="must have memory of its own, got that of"):
+        tw.attention_partial_backward(dout, q, k, v, numbers, numbers, **x)
+
+
+def test_partial_backward_adds_into_the_parts_of_one_tensor() -> None:
+    x, numbers, sums = torch.randn(2, 5, 4, 8), torch.zeros(2, 4, 5), torch.zeros(2, 5, 3, 4, 8)
+    dq, dk, dv = sums.unbind(2)
+    tw.attention_partial_backward(x, x, x, x, numbers, numbers, dq=dq, dk=dk, dv=dv)
+    apart = {name: torch.zeros_like(x) for name in ("dq", "dk", "dv")}
+    tw.attention_partial_backward(x, x, x, x, numbers, numbers, **apart)
+    assert all(torch.equal(a, b) for a, b in zip((dq, dk, dv), apart.values(), strict=True))
+
+
 @pytest.mark.parametrize("out_dtype", [torch.float8_e4m3fn, torch.int32, "fp32"])
 def test_out_dtype_is_one_that_kernels_write(out_dtype: Any) -> None:
     x = torch.randn(2, 5, 4, 8)

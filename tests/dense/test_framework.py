@@ -13,6 +13,7 @@ import tilewise as tw
 from tests.helpers import backends
 from tilewise.dense import api, torch_flash
 from tilewise.dense.checks import check_call
+from tilewise.dense.tiled import full_precision
 
 
 def qkv(M: int = 9, N: int = 11, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -382,6 +383,23 @@ def test_the_newer_precision_setting_neither_matters_nor_changes(setting: str) -
     try:
         assert torch.equal(tw.attention(*inputs, softcap=3.0), expected)
         assert matmul.fp32_precision == setting
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_precision_is_full_until_the_last_thread_is_done() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        first, second = full_precision(), full_precision()
+        first.__enter__()
+        second.__enter__()
+        # As threads do, the first one in leaves before the second.
+        first.__exit__(None, None, None)
+        assert matmul.fp32_precision == "ieee"
+        second.__exit__(None, None, None)
+        assert matmul.fp32_precision == "tf32"
     finally:
         matmul.fp32_precision = before
 

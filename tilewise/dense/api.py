@@ -294,8 +294,9 @@ def attention_partial_backward(
         "k_start": k_start,
     }
     buffers = {"dq": dq, "dk": dk, "dv": dv}
-    check_are_tensors(op, {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta})
-    check_buffers(op, buffers)
+    inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta}
+    check_are_tensors(op, inputs)
+    check_buffers(op, buffers, inputs)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
     chosen = _settle(op, backend, piece)

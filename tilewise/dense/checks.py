@@ -95,12 +95,25 @@ def check_are_tensors(op: str, tensors: dict[str, Any]) -> None:
             raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
 
 
-def check_buffers(op: str, buffers: dict[str, Any]) -> None:
+def check_buffers(op: str, buffers: dict[str, Any], inputs: dict[str, Tensor]) -> None:
     """What is added to must have a place of its own for each element."""
     check_are_tensors(op, buffers)
     for name, x in buffers.items():
         if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
             raise ValueError(f"{op}: {name} must not be expanded, got strides {list(x.stride())}.")
+        for other, y in (inputs | buffers).items():
+            if other != name and _start_alike(x, y):
+                raise ValueError(
+                    f"{op}: {name} must have memory of its own, got that of {other} too."
+                )
+
+
+def _start_alike(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have their first element in common."""
+    if 0 in (x.numel(), y.numel()) or torch.compiler.is_compiling():
+        return False
+    is_one = x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    return is_one and x.storage_offset() == y.storage_offset()
 
 
 def _check_tensors(

@@ -15,8 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.mask import Mask
-from ..core.mask_leaves import full, key_padding
+from ..core.mask import Index, Mask
+from ..core.mask_bits import Bits, Function, blocks
+from ..core.mask_leaves import (
+    BatchShiftedWindow,
+    Intervals,
+    ShiftedWindow,
+    Tree,
+    full,
+    key_padding,
+)
 from ..core.partials import Partial, merge
 from ..core.shapes import accumulator_of
 from ..dense.api import attention_partial
@@ -32,9 +40,12 @@ from .agree import (
 )
 from .comm import Link, flatten, unflatten
 from .layout import Layout
+from .masks import leaves
 from .prepare import link_of
 
 OP = "context_parallel_decode"
+# Masks that speak of query m as m, not as the position where it stands.
+_COUNTING = (BatchShiftedWindow, Bits, Function, Intervals, ShiftedWindow, Tree)
 _FULL = full()
 _agreed: Memo[bool] = Memo()
 
@@ -67,7 +78,9 @@ def context_parallel_decode(
         mesh, group: as for `context_parallel_attention`; a mesh of one dim.
         lengths: `[B]` integers, how many slots are in use, the new tokens included; 0, or at least
             M. All slots when None. Query m stands at `lengths[b] - M + m`.
-        mask, scale, softcap, alibi_slopes, sinks, backend: as for `attention`.
+        mask, scale, softcap, alibi_slopes, sinks, backend: as for `attention`. A mask that counts
+            queries (a window's offset, intervals, blocks, a tree, a predicate) is evaluated for
+            each of a rank's slots.
     Returns: `[B, M, H, E]`, the same on every rank.
     Raises: ValueError for what does not fit or differs from rank to rank; NotImplementedError where
         a gradient is asked for, which `context_parallel_attention` gives. The ranks compare shapes,
@@ -178,6 +191,11 @@ def _check(call: Call, link: Link) -> None:
         "dropout_p": 0.0,
     }
     check_call(OP, q, k, v, call.mask, terms, {})
+    if call.alibi_slopes is not None and _counts_queries(call.mask):
+        raise NotImplementedError(
+            f"{OP}: alibi_slopes beside a mask that counts queries (a window's offset, intervals, "
+            "blocks, a tree, a predicate) are not there; use attention_with_cache on one rank."
+        )
     _check_lengths(call)
 
 
@@ -238,26 +256,40 @@ def _attend_own(
         mask = mask & key_padding(lengths)
         # A length of 0 hides every key, so where its queries stand does not matter.
         q_start = (lengths - M).clamp(min=0)
+    counts = _counts_queries(mask)
     for start, stop in layout.runs[link.rank].tolist():
         slots = slice(first, first + stop - start)
         first = slots.stop
+        placed: dict[str, Any] = {"mask": mask, "q_start": q_start, "k_start": start}
+        if counts:
+            placed = {"mask": _table(mask, q, (start, stop), q_start)}
         parts.append(
-            attention_partial(
-                q,
-                k[:, slots],
-                v[:, slots],
-                mask=mask,
-                q_start=q_start,
-                k_start=start,
-                out_dtype=wide,
-                **terms,
-            )
+            attention_partial(q, k[:, slots], v[:, slots], out_dtype=wide, **placed, **terms)
         )
     if parts:
         return merge(parts)
     (B, _, H), E = q.shape[:3], v.shape[3]
     lse = torch.full((B, H, M), float("-inf"), dtype=wide, device=q.device)
     return Partial(torch.zeros(B, M, H, E, dtype=wide, device=q.device), lse)
+
+
+def _counts_queries(mask: Mask) -> bool:
+    return any(isinstance(leaf, _COUNTING) for leaf in leaves(mask))
+
+
+def _table(mask: Mask, q: Tensor, slots: tuple[int, int], offset: int | Tensor) -> Mask:
+    """The mask over some slots by itself, element by element."""
+    sizes = (q.shape[0], q.shape[2], q.shape[1])
+    ends = ((0, sizes[0]), (0, sizes[1]), (0, sizes[2]), slots)
+    b, h, m, n = (
+        torch.arange(*span, device=q.device).reshape([-1 if axis == i else 1 for i in range(4)])
+        for axis, span in enumerate(ends)
+    )
+    if isinstance(offset, Tensor):
+        offset = offset.to(q.device, torch.int64).reshape(-1, 1, 1, 1)
+    seen = mask.visible(Index(b, h, m, n, offset))
+    shape = torch.broadcast_shapes(seen.shape, (1, 1, m.numel(), n.numel()))
+    return blocks(seen.expand(shape), block_m=1, block_n=1)
 
 
 def _exchange(own: Partial, link: Link) -> list[Partial]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.mask import Mask
+from ..core.mask import Leaf, Mask
 from ..core.mask_leaves import full
 from ..core.shapes import check_broadcastable
 from ..dense.checks import check_call
@@ -19,7 +19,7 @@ from .choice import ScheduleChoice
 from .choice import choose as choose_schedule
 from .comm import Link
 from .layout import Layout
-from .masks import of_heads, tells_heads_apart
+from .masks import leaves, of_heads, tells_heads_apart
 from .numbered import Numbering
 from .pieces import OP, backend_of_pieces
 from .plan import Plan, Request, make_plan
@@ -136,7 +136,7 @@ def prepare(given: Given) -> Prepared:
 def _key(given: Given) -> tuple[Any, ...]:
     where = given.where
     mask = where.mask
-    what = mask.key if isinstance(mask, Mask) and mask.key is not None else id(mask)
+    what = mask.key if isinstance(mask, Mask) and mask.key is not None else _identity(mask)
     forms = tuple(
         None if x is None else (tuple(x.shape), x.dtype, x.requires_grad, x.device)
         for x in given.floating.values()
@@ -144,6 +144,14 @@ def _key(given: Given) -> tuple[Any, ...]:
     layout = where.layout.key if isinstance(where.layout, Layout) else id(where.layout)
     rest = (where.schedule, where.backend, torch.is_grad_enabled())
     return what, layout, forms, tuple(given.scalars.values()), rest
+
+
+def _identity(mask: Any) -> tuple[int, ...]:
+    """Of a mask with tensors: which it is, and how often they were written to in place."""
+    if not isinstance(mask, Mask):
+        return (id(mask),)
+    tensors = [x for leaf in leaves(mask) if isinstance(leaf, Leaf) for x in leaf.parts()[1]]
+    return id(mask), *(0 if x.is_inference() else x._version for x in tensors)
 
 
 def _prepare(given: Given) -> Prepared:
