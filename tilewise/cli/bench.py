@@ -58,6 +58,12 @@ def add_command(commands: Any) -> None:
         "--backend", help="GPU: which of ours run, some with commas; the first is judged"
     )
     parser.add_argument(
+        "--without",
+        metavar="PEERS",
+        help="GPU: peers that take no part, some of fa2, cudnn, efficient, flex, eager, fa3, fa4 "
+        "with commas",
+    )
+    parser.add_argument(
         "--minutes",
         type=float,
         help="GPU, parallel, decode, mla: end after so many, with what was measured by then",
@@ -100,7 +106,7 @@ def _run_on_cpu(arguments: argparse.Namespace, device: torch.device) -> int:
     from ..bench.run import run as run_bench
     from . import console
 
-    for name in ("backend", "minutes"):
+    for name in ("backend", "minutes", "without"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"{COMMAND}: --{name} is for a run on a GPU; the device is {device}.")
     grids = read_grids(arguments.grid, GRIDS)
@@ -129,8 +135,9 @@ def _run_on_gpu(arguments: argparse.Namespace, device: torch.device) -> int:
     backends = read_backends(arguments.backend)
     minutes = read_minutes(arguments.minutes)
     lengths, dtypes = _read_sizes(arguments)
+    without = _read_peers(arguments.without)
     request: GpuRequest = Request(
-        device, grids, backends, lengths, dtypes, arguments.quick, minutes
+        device, grids, backends, lengths, dtypes, arguments.quick, minutes, without
     )
     output = read_stored(COMMAND, arguments.output, device)
     store = (lambda result: None) if output is None else File(output)
@@ -164,6 +171,17 @@ def read_backends(text: str | None) -> tuple[str, ...]:
         if name not in known:
             raise UsageError(f"{COMMAND}: backend must be one of {', '.join(known)}, got {name!r}.")
     return names
+
+
+def _read_peers(text: str | None) -> tuple[str, ...]:
+    from ..bench.gpu.peers import SHORT_NAMES
+
+    names = () if text is None else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in SHORT_NAMES:
+            known = ", ".join(SHORT_NAMES)
+            raise UsageError(f"{COMMAND}: without must be some of {known}, got {name!r}.")
+    return tuple(SHORT_NAMES[name] for name in names)
 
 
 def read_minutes(minutes: float | None) -> float | None:

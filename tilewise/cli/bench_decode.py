@@ -26,7 +26,9 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     from .bench import read_minutes, read_stored, refuse_others
 
     command = f"tilewise bench {arguments.what}"
-    refuse_others(command, arguments, ("grid", "backend", "ranks", "trace", "dtype", "lengths"))
+    refuse_others(
+        command, arguments, ("grid", "backend", "without", "ranks", "trace", "dtype", "lengths")
+    )
     output = read_stored(command, arguments.output, device, f"{arguments.what}-")
     minutes = read_minutes(arguments.minutes)
     on_gpu = device.type == "cuda"

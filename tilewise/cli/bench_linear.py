@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     from . import console
     from .bench import read_stored, refuse_others
 
-    refuse_others(COMMAND, arguments, ("grid", "backend", "minutes", "ranks", "trace"))
+    refuse_others(COMMAND, arguments, ("grid", "backend", "without", "minutes", "ranks", "trace"))
     on_gpu = device.type == "cuda"
     path = read_stored(COMMAND, arguments.output, device, "linear-")
     dtypes = read_dtypes(COMMAND, arguments.dtype or ("bfloat16" if on_gpu else "float32"))
