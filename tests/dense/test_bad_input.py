@@ -133,7 +133,7 @@ def refuse_triton(message: str, dtype: torch.dtype = torch.float32, D: int = 8) 
     """Named, triton runs or refuses; every public form says so in one sentence."""
     q, k, v = (torch.randn(2, 5, 2, D, dtype=dtype) for _ in "qkv")
     lse = torch.zeros(2, 2, 5, dtype=dtype)
-    buffers = {"dq": q, "dk": k, "dv": v}
+    buffers = {"dq": q.clone(), "dk": k.clone(), "dv": v.clone()}
     cu = {"cu_seqlens_q": torch.tensor([0, 2, 5])}
     calls = {
         "attention": lambda: tw.attention(q, k, v, backend="triton"),

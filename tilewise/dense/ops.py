@@ -359,6 +359,10 @@ class Attention(torch.autograd.Function):
         # sums it over keys instead.
         arguments = Arguments(bias, slopes, sinks, *rest)
         needs_out = any(wanted) and arguments.backend not in ("triton", "hopper")
+        # Of a 16-bit O it is off by the same for all keys of a row, and where keys have a mean that
+        # does not average out of dQ. Tiles keep O as it was summed.
+        is_tiled = arguments.backend.startswith("tiled") or q.device.type == "cpu"
+        needs_out = needs_out or (is_tiled and arguments.backend not in ("triton", "hopper"))
         wide = q.dtype == torch.float64 or needs_out
         # delta is no more exact than the out that it comes of.
         stored = accumulator_of(q.dtype) if wide else torch.promote_types(out_dtype, q.dtype)
