@@ -102,7 +102,7 @@ def check(name: str, target: str) -> None:
         if target == "sm_90":
             assert x.spills <= (spills if x.name == "cache_attention_fwd" else 0), x
     main = found.get("cache_attention_fwd")
-    if main is not None:
+    if main is not None and name != "fp32":
         assert main.mma, f"{main}: products run on no matrix unit"
 
 

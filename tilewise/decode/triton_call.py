@@ -89,7 +89,8 @@ class SplitCall:
         self.q = call.q if call.q.dim() == 4 else call.q.unsqueeze(0)
         if self.q.stride(-1) != 1:
             self.q = self.q.contiguous()
-        self.widest = 32 if self.precision == "tf32x3" else 512
+        # Exact products of fp32 hold a whole row in registers.
+        self.widest = 32 if call.q.dtype == torch.float32 and not self._is_interpreted else 512
         self.is_shared = shares_storage(call, self.widest)
         self.key = Key(
             call.q.dtype,
@@ -117,13 +118,13 @@ class SplitCall:
 
     @property
     def precision(self) -> str:
-        """Of fp32 products, in pieces of 32 where tensor cores cut off what does not fit; see
-        `dense/triton_call.py`."""
-        architecture = architecture_of(self.device)
-        if architecture == "interpreter":
-            return "interpreted"
-        is_nvidia = architecture.startswith("sm_")
-        return "tf32x3" if self.call.q.dtype == torch.float32 and is_nvidia else "ieee"
+        """Of fp32 products: exact ones. Matrix units cut sums off at every step, which three tf32
+        products for one do not undo, and a query or a few have little to multiply."""
+        return "interpreted" if self._is_interpreted else "ieee"
+
+    @property
+    def _is_interpreted(self) -> bool:
+        return architecture_of(self.device) == "interpreter"
 
     @property
     def n_units(self) -> int:
