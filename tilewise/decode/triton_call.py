@@ -100,6 +100,7 @@ class SplitCall:
             architecture_of(self.device),
             all(_is_aligned(x) for x in (self.q, cache.k, cache.v)),
             self._is_heavy,
+            cache.is_paged and cache.k.shape[1] % 128 != 0,
         )
         is_fixed = call.splits.is_fixed or call.splits.count is not None
         rows = call.most_queries * call.group
@@ -110,11 +111,9 @@ class SplitCall:
 
     @property
     def _is_heavy(self) -> bool:
-        """Whether a program holds more than products: terms of scores, the bits of a tree, or a row
-        for each key of pages that are smaller than a tile."""
-        mask, cache = SplitMask.of(self.call.mask), self.call.cache
-        is_tree = mask is not None and mask.tree is not None
-        return not self._is_folded or is_tree or (cache.is_paged and cache.k.shape[1] % 128 != 0)
+        """Whether a program holds more than products: terms of scores or the bits of a tree."""
+        mask = SplitMask.of(self.call.mask)
+        return not self._is_folded or (mask is not None and mask.tree is not None)
 
     @property
     def precision(self) -> str:
@@ -216,6 +215,15 @@ class SplitCall:
             return TOKEN.value, Scales(k, v, *strides)
         return HEAD.value, Scales(k, v, code(self.G if k.dim() == 2 else 0), code(0), code(1))
 
+    @property
+    def _is_flat(self) -> bool:
+        cache, block_n = self.call.cache, self.config.launch.block_n
+        R, P = cache.k.shape[:2]
+        # The stride of one slot alone says nothing.
+        if not cache.is_paged or P == 1 or P % block_n == 0 or R * P >= 1 << 31:
+            return False
+        return all(x.stride(0) == P * x.stride(1) for x in (cache.k, cache.v))
+
     def build(self, scales: int) -> CacheBuild:
         call, launch_config = self.call, self.config.launch
         mask = SplitMask.of(call.mask)
@@ -233,6 +241,7 @@ class SplitCall:
             self.is_shared,
             call.group,
             call.cache.k.shape[1] if call.cache.is_paged else 0,
+            self._is_flat,
             isinstance(band.offset, int),
             singles,
             self._is_folded,

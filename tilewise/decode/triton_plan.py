@@ -62,10 +62,12 @@ class CacheBuild(NamedTuple):
 
     dims, value_dims: head dims as `kernels/tiles.py` has them. is_shared: values are the first
     columns of the keys. group: query heads of a kv head. page: slots of a page, 0 where the cache
-    is contiguous. has_own: the window has an int offset of its own. singles: bit i where offsets,
-    lows or highs has one entry for all. is_folded, is_capped, bias_rows, precision: as in `Build`.
-    scales: of float8, NONE, HEAD or TOKEN; of_batch: `[B, G]`. is_fixed: see the module.
-    block_b: sequences that are summed over at a time; is_short: there are no more than that.
+    is contiguous. is_flat: pages are smaller than a tile and lie one behind the other, so that a
+    slot of all of them is a row. has_own: the window has an int offset of its own. singles: bit i
+    where offsets, lows or highs has one entry for all. is_folded, is_capped, bias_rows,
+    precision: as in `Build`. scales: of float8, NONE, HEAD or TOKEN; of_batch: `[B, G]`.
+    is_fixed: see the module. block_b: sequences that are summed over at a time; is_short: there
+    are no more than that.
     """
 
     dims: tuple[int, ...]
@@ -73,6 +75,7 @@ class CacheBuild(NamedTuple):
     is_shared: bool
     group: int
     page: int
+    is_flat: bool
     has_own: bool
     singles: int
     is_folded: bool

@@ -92,7 +92,8 @@ def _load_rows(
     base, offsets, mask, DIM: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     columns = START + tl.arange(0, WIDTH)
-    ptrs = base + offsets[:, None] + columns[None, :]
+    # Columns first: they stay where they are from tile to tile.
+    ptrs = (base + columns)[None, :] + offsets[:, None]
     if START + WIDTH > DIM:
         return tl.load(ptrs, mask=mask[:, None] & (columns < DIM)[None, :], other=0.0)
     else:
@@ -137,7 +138,7 @@ def power_of_two(x):
 @triton.jit
 def rows_of_tile(place, b, t, mask, BUILD: tl.constexpr):
     """The rows or pages of a tile's keys, inside what there is, whatever the tables hold: one for
-    each key, or one for all where a page holds whole tiles."""
+    each key, or one for all where a page holds whole tiles; flat, the slots that pages begin at."""
     BLOCK_N: tl.constexpr = BUILD.block_n
     # Rows that nobody owns come with a sequence that tables do not have.
     is_real = b < decode(place.B)
@@ -154,16 +155,29 @@ def rows_of_tile(place, b, t, mask, BUILD: tl.constexpr):
         row = b
         if place.rows is not None:
             row = tl.load(place.rows + b, mask=is_real, other=0)
-    return tl.minimum(tl.maximum(row, 0), decode(place.storage) - 1).to(tl.int64)
+    row = tl.minimum(tl.maximum(row, 0), decode(place.storage) - 1)
+    if BUILD.is_flat:
+        row = row.to(tl.int32) * BUILD.page
+    return row
 
 
 @triton.jit
-def key_offsets(x, row, n, g, BUILD: tl.constexpr):
-    """Where keys n begin in k or v."""
+def load_keys(x, row, n, g, mask, DIMS: tl.constexpr, BUILD: tl.constexpr):
+    """Keys or values n, which lie in `row`."""
+    BLOCK_N: tl.constexpr = BUILD.block_n
+    base = x.ptr + g.to(tl.int64) * x.stride_h
     slot = n
     if BUILD.page > 0:
         slot = n % BUILD.page
-    return row * x.stride_b + slot.to(tl.int64) * x.stride_m + g.to(tl.int64) * x.stride_h
+    if BUILD.is_flat:
+        slot += row
+    elif (BUILD.page > 0) & (BUILD.page % BLOCK_N != 0):
+        return load_rows(
+            base, row.to(tl.int64) * x.stride_b + slot.to(tl.int64) * x.stride_m, mask, DIMS
+        )
+    else:
+        base += row.to(tl.int64) * x.stride_b
+    return load_rows(base, slot.to(tl.int64) * x.stride_m, mask, DIMS)
 
 
 @triton.jit
@@ -229,11 +243,11 @@ def _segment(
     for t in range(t0, t1):
         n = t * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = (n >= start) & (n < stop)
-        k_tile = load_rows(k.ptr, key_offsets(k, row, n, g, BUILD), mask_n, DIMS)
+        k_tile = load_keys(k, row, n, g, mask_n, DIMS, BUILD)
         if BUILD.is_shared:
             v_tile = k_tile
         else:
-            v_tile = load_rows(v.ptr, key_offsets(v, row, n, g, BUILD), mask_n, VALUE_DIMS)
+            v_tile = load_keys(v, row, n, g, mask_n, VALUE_DIMS, BUILD)
         if BUILD.scales != NONE:
             k_tile = _convert(k_tile, q_tile[0], DIMS)
             v_tile = _convert(v_tile, q_tile[0], VALUE_DIMS)
@@ -242,7 +256,11 @@ def _segment(
             slot = n
             if BUILD.page > 0:
                 slot = n % BUILD.page
-            at = row * decode(scales.stride_b) + slot.to(tl.int64) * decode(scales.stride_n) + g
+            if BUILD.is_flat:
+                at = (row + slot).to(tl.int64) * decode(scales.stride_n) + g
+            else:
+                at = row.to(tl.int64) * decode(scales.stride_b) + g
+                at += slot.to(tl.int64) * decode(scales.stride_n)
             k_scale = tl.load(scales.k + at, mask=mask_n, other=0.0)
             s = s * k_scale[None, :]
         elif BUILD.scales == HEAD:
