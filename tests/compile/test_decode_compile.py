@@ -66,6 +66,8 @@ VARIANTS: dict[str, tuple[Callable[[], None], str, int]] = {
     "latent, 16 heads": (latent(16), "sm_90 sm_120", 16),
     # An accumulator of 64 rows of 512 leaves few registers.
     "latent, 128 heads": (latent(128), "sm_90 sm_89 gfx942", 512),
+    # Values wider than keys.
+    "D 64, E 512, 16 queries": (attend(64, 512, M=16), "sm_90 sm_89", 128),
     "append": (append, "sm_90", 0),
 }  # fmt: skip
 

@@ -26,6 +26,8 @@ FIXED_PART = 1024
 # Bytes of keys and values in flight that one multiprocessor needs.
 _STAGE = 64 << 10
 _LARGE = ("sm_90", "sm_100", "sm_103")
+# KiB of shared memory that a program may have; 64 on AMD GPUs and 99 elsewhere.
+_SHARED_KIB = {"sm_80": 163, "sm_87": 163, "gfx950": 160, **dict.fromkeys(_LARGE, 227)}
 
 
 class SplitConfig(NamedTuple):
@@ -58,8 +60,11 @@ def block_rows(rows: int, group: int, is_fixed: bool, key: Key) -> int:
     if key.dtype == torch.float32 or not key.is_aligned or key.architecture == "interpreter":
         return 16
     most = 128
-    if key.dim > 256:
+    if max(key.dim, key.value_dim) > 256:
         most = 64 if key.architecture in _LARGE else 16
+    if max(key.dim, key.value_dim) > 512 and key.value_dim:
+        # Sums of so many columns leave no registers for more.
+        most = 16
     block = 16
     while block < min(rows, most):
         block *= 2
@@ -67,9 +72,39 @@ def block_rows(rows: int, group: int, is_fixed: bool, key: Key) -> int:
 
 
 def split_config(key: Key, block_m: int) -> SplitConfig:
-    bytes_of_key = key.storage.itemsize * (key.dim + key.value_dim)
     if key.architecture == "interpreter":
         return SplitConfig(Config(block_m, 32, 4, 1), 1)
+    launch, programs = _wanted(key, block_m)
+    kib = _SHARED_KIB.get(key.architecture, 64 if key.architecture.startswith("gfx") else 99)
+    while _shared_bytes(key, launch) > kib * 1024:
+        if launch.num_stages > 2:
+            launch = launch._replace(num_stages=launch.num_stages - 1)
+        elif launch.block_n > 16:
+            launch = launch._replace(block_n=launch.block_n // 2)
+        else:
+            break
+    if programs * (_shared_bytes(key, launch) + 1024) > (kib + 1) * 1024:
+        programs = 1
+    return SplitConfig(launch, programs)
+
+
+def _shared_bytes(key: Key, launch: Config) -> int:
+    """Of a program: tiles on their way, queries and probabilities, and what the matrix units of
+    warp groups get of float8; later the sums on their way out."""
+    dim, value_dim = (-(-x // 16) * 16 for x in (key.dim, key.value_dim))
+    is_warp_group = launch.block_m >= 64 and key.architecture == "sm_90"
+    tiles = launch.num_stages if is_warp_group else max(1, launch.num_stages - 1)
+    keys = launch.block_n * (dim + value_dim)
+    converted = keys if is_warp_group and key.storage != key.dtype else 0
+    rows = launch.block_m * (dim + launch.block_n)
+    loop = tiles * keys * key.storage.itemsize + (converted + rows) * key.dtype.itemsize
+    sums = 4 * launch.block_m * min(512, value_dim or dim) if is_warp_group else 0
+    return max(loop, sums)
+
+
+def _wanted(key: Key, block_m: int) -> SplitConfig:
+    """By what is best, whether it fits or not."""
+    bytes_of_key = key.storage.itemsize * (key.dim + key.value_dim)
     if key.dtype == torch.float32:
         return SplitConfig(Config(block_m, 32 if key.dim <= 128 else 16, 4, 2), 2)
     if block_m >= 64:
@@ -79,7 +114,8 @@ def split_config(key: Key, block_m: int) -> SplitConfig:
         return SplitConfig(Config(block_m, block_n, 4, 2), 2)
     # What each key's row costs hides behind another program.
     is_halved = key.is_gathered and key.dim <= 256
-    block_n = _tile(bytes_of_key, _STAGE // 2 if is_halved else _STAGE, 128)
+    most = 128 if key.dim <= 256 else 64
+    block_n = _tile(bytes_of_key, _STAGE // 2 if is_halved else _STAGE, most)
     # Tiles of half the bytes leave room for a second program.
     programs = 2 if 2 * block_n * bytes_of_key <= _STAGE else 1
     # Conversions, terms of scores and wide accumulators want registers.
@@ -89,16 +125,17 @@ def split_config(key: Key, block_m: int) -> SplitConfig:
 
 def _many_rows(key: Key, block_m: int) -> SplitConfig:
     """Where products take as long as reading."""
-    if key.dim > 256:
+    widest = max(key.dim, key.value_dim)
+    if widest > 256:
         return SplitConfig(Config(block_m, 32, 8, 2), 1)
-    block_n = 64 if key.dim <= 128 else 32
+    block_n = 64 if widest <= 128 else 32
     if key.architecture not in _LARGE:
         return SplitConfig(Config(block_m, block_n // 2, 8, 2), 1)
     bytes_of_key = key.storage.itemsize * (key.dim + key.value_dim)
     if block_m == 64 and key.dim == 128 and block_n * bytes_of_key == _STAGE // 2:
         return SplitConfig(Config(block_m, block_n, 4, 5), 1)
     if block_m == 64:
-        return SplitConfig(Config(block_m, block_n, 4, 3), 2 if key.dim <= 128 else 1)
+        return SplitConfig(Config(block_m, block_n, 4, 3), 2 if widest <= 128 else 1)
     return SplitConfig(Config(block_m, block_n, 8, 3), 1)
 
 
