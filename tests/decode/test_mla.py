@@ -97,8 +97,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rope": ({"q_rope": torch.zeros(2, 1, 6, P + 1)}, r"q_rope must be \[B, M, H, 16\]"),
     "latent": ({"q_latent": torch.zeros(2, 1, 6, R + P)}, r"q_latent must be \[B, M, H, 32\]"),
     "heads": ({"q_rope": torch.zeros(2, 1, 5, P)}, "with H = 6"),
-    "cache": ({"cache": tw.KVCache.allocate(2, 8, 1, R + P, R)}, "cache must be latent"),
-    "no cache": ({"cache": None}, "cache must be latent"),
+    "cache": (
+        {"cache": tw.KVCache.allocate(2, 8, 1, R + P, R)},
+        "cache must be latent.*got another KVCache",
+    ),
+    "no cache": ({"cache": None}, "cache must be latent.*got NoneType"),
+    "no tensor": ({"q_latent": [0.0]}, "q_latent must be a tensor, got list"),
 }
 
 

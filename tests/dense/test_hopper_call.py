@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
 from tilewise.dense import choice, warm
@@ -56,6 +57,19 @@ def test_the_forward_is_hoppers_and_the_backward_tritons(launches: Records) -> N
     assert names(launches) == [FORWARD]
     torch.autograd.grad(out, x, torch.zeros_like(out))
     assert len(launches) > 2 and all("_bwd_" in name for name in names(launches)[1:])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_pieces_backward_is_tritons_where_it_must_repeat(
+    deterministic: bool, launches: Records
+) -> None:
+    q, k, v = (x.detach() for x in qkv(N=200))
+    buffers = {f"d{name}": torch.zeros(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
+    rows = torch.zeros(2, 4, 5)
+    tw.attention_partial_backward(
+        q, q, k, v, rows, rows, **buffers, deterministic=deterministic, backend="hopper"
+    )
+    assert any("hopper" in name for name in names(launches)) != deterministic
 
 
 def test_the_second_call_is_warm(launches: Records, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,3 +138,23 @@ def test_tiles_cover_head_dims(D: int, E: int, launches: Records) -> None:
     build = launches[0][2][-1]
     for dim, tile in ((D, build.dim), (E, build.value_dim)):
         assert dim <= tile and tile in (64, 128, 256)
+
+
+def test_what_outlives_a_call_is_not_made_in_its_modes() -> None:
+    """torch.compile's graphs hand out again what this thread allocates while they warm up, and
+    what inference mode makes serves no training."""
+    from tilewise.dense import hopper_call
+
+    made: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.inference_mode(), Record():
+        counters = hopper_call._lasting_zeros(3, torch.device("cpu"))
+    assert not made and not counters.is_inference()
+    assert torch.equal(counters, torch.zeros(3, 4, dtype=torch.int32))

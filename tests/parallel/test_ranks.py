@@ -13,7 +13,7 @@ from tests.parallel import jobs
 from tests.parallel.over_ranks import Way
 from tests.parallel.ranks import GPU_RANKS, RANKS, WORLD, RankError
 from tilewise.core.tolerance import assert_within_budget
-from tilewise.parallel import contiguous, striped, volumes, zigzag
+from tilewise.parallel import contiguous, striped, unshard, volumes, zigzag
 from tilewise.parallel.volumes import Shape
 
 S = 48
@@ -170,8 +170,14 @@ def test_stripes_refuse_what_counts_by_position() -> None:
 
 
 def test_no_process_group_is_said() -> None:
-    with pytest.raises(ValueError, match="call init_process_group first"):
-        tw.context_parallel_attention(*jobs.qkv(4).values(), layout=zigzag(4, 1))
+    x, layout = list(jobs.qkv(4).values()), zigzag(4, 1)
+    for op, call in (
+        ("context_parallel_attention", lambda: tw.context_parallel_attention(*x, layout=layout)),
+        ("context_parallel_decode", lambda: tw.context_parallel_decode(*x, layout=layout)),
+        ("unshard", lambda: unshard(x[0], layout)),
+    ):
+        with pytest.raises(ValueError, match=f"^{op}: .* call init_process_group first"):
+            call()
 
 
 def test_what_is_prepared_ahead_is_not_asked_again() -> None:

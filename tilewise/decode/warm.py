@@ -47,7 +47,8 @@ def key_of(
         return None
     if os.environ.get("TILEWISE_CHECK") == "1":
         return None
-    if torch.is_grad_enabled() and (q.requires_grad or cache.k.requires_grad):
+    learned = (q, cache.k, cache.v, given.alibi_slopes, given.sinks)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         return None
     # Written out: this is the way of every warm call.
     return (

@@ -119,7 +119,7 @@ def why_not_hopper_backward(piece: Piece, learned: Sequence[bool]) -> str:
     if terms.scale <= LEAST_SCALE:
         return "takes scales above 0"
     if piece.k.shape[-3] <= FEW_KEYS or 0 in piece.q.shape:
-        return "takes more keys than a tile has"
+        return f"needs more than {FEW_KEYS} keys"
     return ""
 
 

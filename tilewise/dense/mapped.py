@@ -28,6 +28,8 @@ class MappedAttention(torch.autograd.Function):
         sinks: Tensor | None, rest: tuple[Any, ...], out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         learns = any(x is not None for x in (bias, slopes, sinks))
+        # As in `ops.Attention`.
+        learns = learns or Arguments(bias, slopes, sinks, *rest).backend.startswith("tiled")
         stored = accumulator_of(q.dtype) if learns else out_dtype
         out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, stored)
         return out, lse

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.first_derivative import mark_first_derivatives
 from ..core.mask import Mask, raise_mask
 from ..core.positions import Positions
-from ..core.shapes import accumulator_of
+from ..core.shapes import accumulator_of, check_cu_seqlens
 from .choice import choose, why_not_hopper_backward
 from .piece import Piece, Terms
 
@@ -253,7 +253,7 @@ def check_contents(arguments: Arguments, piece: Piece) -> None:
     ):
         longest = None
         if stored is not None:
-            _check_cu_seqlens(f"cu_seqlens_{side}", stored, total)
+            check_cu_seqlens("attention_varlen", f"cu_seqlens_{side}", stored, total)
             longest = stored.diff()
         if used is not None:
             _check_used(f"seqused_{side}", used, longest if longest is not None else total)
@@ -283,23 +283,6 @@ def _check_packed_bias(arguments: Arguments, positions: Positions) -> None:
                 f"attention_varlen: bias must reach the longest document, {longest} entries in "
                 f"dimension {dim - 4}, got {list(bias.shape)}."
             )
-
-
-def _check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> None:
-    values = cu_seqlens.to(torch.int64)
-    if int(values[0]) != 0:
-        raise ValueError(f"attention_varlen: {name} must start at 0, got {int(values[0])}.")
-    if bool((values.diff() < 0).any()):
-        at = int((values.diff() < 0).to(torch.int8).argmax())
-        raise ValueError(
-            f"attention_varlen: {name} must never fall, got {int(values[at])} then "
-            f"{int(values[at + 1])}."
-        )
-    if int(values[-1]) > total:
-        raise ValueError(
-            f"attention_varlen: {name} ends at {int(values[-1])}, but only {total} tokens are "
-            "stored."
-        )
 
 
 def _check_used(name: str, used: Tensor, stored: Tensor | int) -> None:
@@ -376,6 +359,10 @@ class Attention(torch.autograd.Function):
         # sums it over keys instead.
         arguments = Arguments(bias, slopes, sinks, *rest)
         needs_out = any(wanted) and arguments.backend not in ("triton", "hopper")
+        # Of a 16-bit O it is off by the same for all keys of a row, and where keys have a mean that
+        # does not average out of dQ. Tiles keep O as it was summed.
+        is_tiled = arguments.backend.startswith("tiled") or q.device.type == "cpu"
+        needs_out = needs_out or (is_tiled and arguments.backend not in ("triton", "hopper"))
         wide = q.dtype == torch.float64 or needs_out
         # delta is no more exact than the out that it comes of.
         stored = accumulator_of(q.dtype) if wide else torch.promote_types(out_dtype, q.dtype)

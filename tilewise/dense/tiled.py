@@ -11,6 +11,7 @@ Units: `Units` says whether scores and their statistics are natural or in log2 u
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,22 +124,35 @@ class Tile:
         part.add_(x.view(self.b1 - self.b0, self.g1 - self.g0, n1 - n0, x.shape[-1]))
 
 
+_lowered: list[tuple[Any, str]] = []
+_inside = 0
+_switching = threading.Lock()
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
     """fp32 products stay fp32 where the user's setting would let matmuls round to tf32 or bf16.
 
     The setting belongs to the process: a thread whose own products run meanwhile gets them in fp32.
+    The last of the threads that are inside gives it back.
     """
+    global _inside
     backends: Any = torch.backends
-    matmuls = (backends.cuda.matmul, backends.mkldnn.matmul)
-    lowered = [(m, m.fp32_precision) for m in matmuls if m.fp32_precision not in ("none", "ieee")]
-    for matmul, _ in lowered:
-        matmul.fp32_precision = "ieee"
+    with _switching:
+        if _inside == 0:
+            for matmul in (backends.cuda.matmul, backends.mkldnn.matmul):
+                if matmul.fp32_precision not in ("none", "ieee"):
+                    _lowered.append((matmul, matmul.fp32_precision))
+                    matmul.fp32_precision = "ieee"
+        _inside += 1
     try:
         yield
     finally:
-        for matmul, setting in lowered:
-            matmul.fp32_precision = setting
+        with _switching:
+            _inside -= 1
+            while _inside == 0 and _lowered:
+                matmul, setting = _lowered.pop()
+                matmul.fp32_precision = setting
 
 
 def block_n(device: torch.device) -> int:

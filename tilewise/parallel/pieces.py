@@ -104,7 +104,7 @@ def arguments_of(
         slopes = extras.slopes
         named["bias"] = numbering.expand(extras.bias)
         named["alibi_slopes"] = (
-            slopes if slopes is None or slopes.dim() == 1 else (numbering.expand(slopes))
+            slopes if slopes is None or slopes.dim() == 1 else numbering.expand(slopes)
         )
         for side, x in (("q", q), ("k", k)):
             length = x.shape[0] // numbering.B

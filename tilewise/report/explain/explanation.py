@@ -246,4 +246,4 @@ def _direction_as_json(found: Explanation, x: Direction) -> dict[str, Any]:
         }
     document["measured_us"] = x.measured_us
     document["share_of_floor"] = floor_s * 1e6 / x.measured_us if x.measured_us else None
-    return document  # fmt: skip
+    return document
