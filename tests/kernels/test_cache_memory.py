@@ -106,7 +106,7 @@ def cache_of(lengths: list[int], capacity: int, page: int | None, **options: Any
 
 
 # A batch with rows that nobody owns, a sequence without queries and one without keys.
-COUNTS, LENGTHS = [1, 5, 0, 2], [40, 33, 12, 0]
+COUNTS, LENGTHS = [1, 3, 0, 2], [40, 33, 12, 0]
 
 
 def mixed(cache: tw.KVCache, **options: Any) -> tw.Partial:
@@ -130,7 +130,7 @@ def test_what_a_batch_may_have_beside(page: int | None) -> None:
     slopes, sinks = torch.rand(4, H), torch.randn(H)
     bias = torch.randn(4, H, 1, cache.capacity)
     mixed(cache, alibi_slopes=slopes, sinks=sinks, bias=bias, softcap=3.0, mask=tw.window(9, 0))
-    bits = ints(*[[1, 3, 5, 9, 17]] * 4)
+    bits = ints(*[[1, 3, 5]] * 4)
     mixed(cache, mask=tw.tree(bits))
     cache.starts = ints(3, 0, 12, 5)
     mixed(cache, mask=tw.window(2, 3, offset=ints(5, 90, -7, 0)))
@@ -174,13 +174,13 @@ def test_wild_indices_stay_inside(page: int | None) -> None:
 
 def test_parts_of_queries_that_fall_stay_inside() -> None:
     """More units than any right `cu_seqlens_q` could make."""
-    cache = tw.KVCache.allocate(6, 64, 1, D, E, dtype=torch.float32)
+    cache = tw.KVCache.allocate(3, 128, 1, D, E, dtype=torch.float32)
     cache.k.zero_()
     cache.v.zero_()
-    cache.lengths.fill_(64)
+    cache.lengths.fill_(128)
     tw.attention_with_cache_partial(
-        torch.randn(12, 16, D), cache, cu_seqlens_q=ints(0, 12, 0, 12, 0, 12, 0), num_splits=2,
-        max_seqlen_q=12, backend="triton",
+        torch.randn(8, 16, D), cache, cu_seqlens_q=ints(0, 8, 0, 8), num_splits=4, max_seqlen_q=8,
+        backend="triton",
     )  # fmt: skip
 
 
