@@ -52,6 +52,7 @@ VARIANTS: dict[str, tuple[Callable[[], None], str, int]] = {
     "one query": (attend(), "*", 0),
     "pages of 16": (attend(page=16), "sm_90 gfx950", 0),
     "pages of 7": (attend(page=7), "sm_90", 0),
+    "pages of 16, ALiBi": (attend(page=16, alibi_slopes=torch.zeros(32)), "sm_90", 0),
     "D 64": (attend(64), "sm_90", 0),
     "D 256": (attend(256), "sm_120", 0),
     "D 80": (attend(80), "sm_90", 0),
@@ -62,9 +63,11 @@ VARIANTS: dict[str, tuple[Callable[[], None], str, int]] = {
     "ALiBi, sinks": (attend(alibi_slopes=torch.zeros(32), sinks=torch.zeros(32)), "sm_90", 0),
     "batch invariant": (attend(batch_invariant=True), "sm_90", 0),
     "tree": (attend(M=4, mask=tw.tree(torch.tensor([1, 3, 5, 9]))), "sm_90", 0),
-    "latent, 16 heads": (latent(16), "sm_90 sm_120", 0),
+    "latent, 16 heads": (latent(16), "sm_90 sm_120", 16),
     # An accumulator of 64 rows of 512 leaves few registers.
     "latent, 128 heads": (latent(128), "sm_90 sm_89 gfx942", 512),
+    # Values wider than keys.
+    "D 64, E 512, 16 queries": (attend(64, 512, M=16), "sm_90 sm_89", 128),
     "append": (append, "sm_90", 0),
 }  # fmt: skip
 
@@ -102,7 +105,7 @@ def check(name: str, target: str) -> None:
         if target == "sm_90":
             assert x.spills <= (spills if x.name == "cache_attention_fwd" else 0), x
     main = found.get("cache_attention_fwd")
-    if main is not None:
+    if main is not None and name != "fp32":
         assert main.mma, f"{main}: products run on no matrix unit"
 
 
@@ -116,8 +119,9 @@ def test_many_queries_over_a_contiguous_cache_are_a_dense_call(monkeypatch: Any)
 
 @pytest.mark.parametrize("page", [None, 16, 128])
 def test_two_tiles_are_on_their_way(page: int | None, monkeypatch: Any) -> None:
-    """Keys and values of 128 slots take 64 KiB, and there are two of them: pages too, whose tables
-    would otherwise be waited for."""
+    """Keys and values of 128 slots take 64 KiB, and there are two of them on a multiprocessor: of
+    small pages in two programs."""
     monkeypatch.setattr(choice, "triton_problem", lambda device: "")
     (main,) = (x for x in compile_call(attend(page=page), "sm_90") if "combine" not in x.name)
-    assert main.shared_bytes >= 2 * 64 * 1024
+    programs = 2 if page == 16 else 1
+    assert programs * main.shared_bytes >= 2 * 64 * 1024

@@ -48,9 +48,10 @@ class CacheCall:
     cache: KVCache
     mask: Mask
     terms: Terms
-    cu_seqlens_q: Tensor | None = None
-    max_seqlen_q: int | None = None
-    splits: Splits = Splits()
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | None
+    # Without a default: torch 2.11 traces no instance that a class holds.
+    splits: Splits
 
     @property
     def is_packed(self) -> bool:

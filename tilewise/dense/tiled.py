@@ -275,7 +275,14 @@ class ScoreTile:
         terms, view = self.terms, (*self.tile.shape, n1 - n0)
         s = self.space.take("scores", q.shape[0], q.shape[1], n1 - n0)
         factor = terms.scale * Units.of(terms).per_nat / (terms.softcap or 1.0)
-        torch.baddbmm(s, q, k.transpose(1, 2), beta=0.0, alpha=factor, out=s)
+        # One sum of 576 products rounds worse in fp32 than the formula's own may (H200, torch 2.11,
+        # D 576, 2026-11-30): longer ones are made of several.
+        D = q.shape[-1]
+        width = D if D <= 256 else 128
+        for d0 in range(0, D, width):
+            q_part, k_part = q[..., d0 : d0 + width], k[..., d0 : d0 + width]
+            beta = 0.0 if d0 == 0 else 1.0
+            torch.baddbmm(s, q_part, k_part.transpose(1, 2), beta=beta, alpha=factor, out=s)
         if terms.softcap is not None:
             s.tanh_()
             if capped is not None:
