@@ -25,11 +25,20 @@ class ForwardConfig(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """See `hopper_backward.BackwardBuild`."""
+    """See `hopper_backward_common.BackwardBuild`."""
 
     launch: Config
     slots: int
     keeps_keys: bool
+    registers: tuple[int, int]
+
+
+class QueryConfig(NamedTuple):
+    """See `hopper_query_backward.QueryBuild`."""
+
+    launch: Config
+    k_slots: int
+    v_slots: int
     registers: tuple[int, int]
 
 
@@ -66,6 +75,16 @@ def backward_config(dim: int, value_dim: int) -> BackwardConfig:
     """dim, value_dim: head dims as tiles hold them."""
     most, _ = _TWO
     launch, registers = Config(64, 128, 4, 1, most), (240, 24)
-    if max(dim, value_dim) <= 64:
+    width = max(dim, value_dim)
+    if width <= 64:
         return BackwardConfig(launch, 3, True, registers)
-    return BackwardConfig(launch, 2, False, registers)
+    if width <= 128:
+        return BackwardConfig(launch, 2, False, registers)
+    return BackwardConfig(Config(64, 64, 4, 1, most), 2, False, registers)
+
+
+def query_config(dim: int, value_dim: int) -> QueryConfig:
+    """dim, value_dim: head dims as tiles hold them."""
+    most, _ = _TWO
+    k_slots, v_slots = (2, 1) if min(dim, value_dim) > 128 else (2, 2)
+    return QueryConfig(Config(128, 64, 4, 1, most), k_slots, v_slots, (240, 24))
