@@ -7,6 +7,7 @@ Math: as in `triton_backward.py`. S^T and dP^T `[keys, rows]` are computed trans
     and dS^T are left operands of dV and dK straight from registers. dQ of a block needs the dS of
     all keys: both consumers put theirs in shared memory, each multiplies it by half of K's columns,
     and TMA adds the result to an fp32 buffer in device memory (see `hopper_rows.py` for its order).
+    Without `has_dq` it is left to `hopper_query_backward.py`, and two products are made twice.
 Deterministic: dK and dV are; dQ is not, since programs add to it in any order.
 Units: scores in log2 units.
 
@@ -177,30 +178,38 @@ def _visit(
     delta = load_columns(of_rows, BLOCK_M, BLOCK_M, COLUMN)
     dp = warpgroup_mma_wait(1, [dp])
     ds = (p_inner * (dp - delta[None, :])).to(DTYPE)
-    memory.ds.index(half * _N_CONSUMERS + ID).store(ds)
-    fence_async_shared()
-    # What dQ left by has been read; and a barrier of the warp group for the store above.
-    tma_store_wait(0)
-    mbarrier.arrive(memory.ds_full.index(half), count=1)
+    if BUILD.has_dq:
+        memory.ds.index(half * _N_CONSUMERS + ID).store(ds)
+        fence_async_shared()
+        # What dQ left by has been read; and a barrier of the warp group for the store above.
+        tma_store_wait(0)
+        mbarrier.arrive(memory.ds_full.index(half), count=1)
     left = gl.convert_layout(ds, left_operand(DIM))
     dk = warpgroup_mma(left, tile_at(memory.q, slot, BLOCK_M, DIM), dk, is_async=True)
-    mbarrier.wait(memory.ds_full.index(half), (j >> 1) & 1)
-    dq = _issue_dq(memory, half, zero, ID, DIM)
     next_slot = (j + 1) % BUILD.slots
-    mbarrier.wait(memory.q_full.index(next_slot), ((j + 1) // BUILD.slots) & 1)
+    next_full, next_phase = memory.q_full.index(next_slot), ((j + 1) // BUILD.slots) & 1
     # An accumulator in flight around the loop makes ptxas wait after every product.
-    dk, dv = warpgroup_mma_wait(2, [dk, dv])
-    dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
-    s = issue_transposed(k_own, memory.q, next_slot, DIM)
-    dq, dk, dv = warpgroup_mma_wait(1, [dq, dk, dv])
-    dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
-    ROWS_OF_BUFFER: gl.constexpr = ROWS * COLUMNS // BUFFER_COLUMNS
-    memory.dq.index(ID).store(_in_registers_order(dq, COLUMNS))
-    fence_async_shared()
-    sync_partition()
-    mbarrier.arrive(memory.empty.index(slot), count=1)
-    at = (number * _N_CONSUMERS + ID) * ROWS_OF_BUFFER
-    tma_reduce_add(descs.dq, [at, 0], memory.dq.index(ID))
+    if BUILD.has_dq:
+        mbarrier.wait(memory.ds_full.index(half), (j >> 1) & 1)
+        dq = _issue_dq(memory, half, zero, ID, DIM)
+        mbarrier.wait(next_full, next_phase)
+        dk, dv = warpgroup_mma_wait(2, [dk, dv])
+        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+        s = issue_transposed(k_own, memory.q, next_slot, DIM)
+        dq, dk, dv = warpgroup_mma_wait(1, [dq, dk, dv])
+        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+        memory.dq.index(ID).store(_in_registers_order(dq, COLUMNS))
+        fence_async_shared()
+        sync_partition()
+        mbarrier.arrive(memory.empty.index(slot), count=1)
+        at = (number * _N_CONSUMERS + ID) * (ROWS * COLUMNS // BUFFER_COLUMNS)
+        tma_reduce_add(descs.dq, [at, 0], memory.dq.index(ID))
+    else:
+        mbarrier.wait(next_full, next_phase)
+        s = issue_transposed(k_own, memory.q, next_slot, DIM)
+        dk, dv = warpgroup_mma_wait(1, [dk, dv])
+        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+        mbarrier.arrive(memory.empty.index(slot), count=1)
     s = warpgroup_mma_wait(0, [s])
     return s, dk, dv
 
@@ -239,7 +248,7 @@ def _attention_bwd_hopper_kernel(
     SLOTS: gl.constexpr = BUILD.slots
     COLUMNS: gl.constexpr = DIM // _N_CONSUMERS
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
+    HAS_DQ: gl.constexpr = BUILD.has_dq
     q = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 1, 1, BLOCK_M, DIM], q_desc.layout)
     k = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, ROWS, DIM], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
@@ -247,10 +256,13 @@ def _attention_bwd_hopper_kernel(
         dout_desc.dtype, [SLOTS, 1, 1, BLOCK_M, VALUE_DIM], dout_desc.layout
     )
     rows = gl.allocate_shared_memory(gl.float32, [SLOTS, 2 * BLOCK_M], rows_desc.layout)
-    ds = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, BLOCK_M], DS)
-    dq = gl.allocate_shared_memory(
-        gl.float32, [2, ROWS * COLUMNS // BUFFER_COLUMNS, BUFFER_COLUMNS], dq_desc.layout
-    )
+    ds, dq = None, None
+    if HAS_DQ:
+        DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
+        ds = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, BLOCK_M], DS)
+        dq = gl.allocate_shared_memory(
+            gl.float32, [2, ROWS * COLUMNS // BUFFER_COLUMNS, BUFFER_COLUMNS], dq_desc.layout
+        )
     keys_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     keys_free = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)

@@ -36,9 +36,10 @@ class BackwardBuild(NamedTuple):
 
     dim, value_dim: as tiles hold them. place: see `placement.py`. span: of a tile of keys.
     is_folded: a score is nothing but the scaled product. is_capped, has_slopes: there is a softcap,
-    there are slopes. slots: blocks of rows in flight. keeps_keys: K and V stay in registers as left
-    operands. registers: of consumers, of the producer. columns, value_columns: of dK and dV in
-    memory, where they are not stored by TMA. is_added: dK and dV are added to fp32 tensors.
+    there are slopes. has_dq: dQ is added up in the same pass. slots: blocks of rows in flight.
+    keeps_keys: K and V stay in registers as left operands. registers: of consumers, of the
+    producer. columns, value_columns: of dK and dV in memory, where they are not stored by TMA.
+    is_added: dK and dV are added to fp32 tensors.
     """
 
     dim: int
@@ -48,6 +49,7 @@ class BackwardBuild(NamedTuple):
     is_folded: bool
     is_capped: bool
     has_slopes: bool
+    has_dq: bool
     slots: int
     keeps_keys: bool
     registers: tuple[int, int]

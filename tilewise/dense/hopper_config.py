@@ -86,5 +86,6 @@ def backward_config(dim: int, value_dim: int) -> BackwardConfig:
 def query_config(dim: int, value_dim: int) -> QueryConfig:
     """dim, value_dim: head dims as tiles hold them."""
     most, _ = _TWO
-    k_slots, v_slots = (2, 1) if min(dim, value_dim) > 128 else (2, 2)
-    return QueryConfig(Config(128, 64, 4, 1, most), k_slots, v_slots, (240, 24))
+    width = max(dim, value_dim)
+    slots = (4, 4) if width <= 128 else (2, 2) if dim + value_dim < 512 else (2, 1)
+    return QueryConfig(Config(128, 64, 4, 1, most), *slots, (240, 24))

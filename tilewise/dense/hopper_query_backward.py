@@ -29,6 +29,7 @@ from ..kernels.gluon import (
     mask_columns,
     mbarrier,
     subtract_distance,
+    sum_in_thread,
     sync_partition,
     tanh_fast,
     tma_load,
@@ -42,6 +43,7 @@ from ..kernels.placement import FIELDS, FIRST_Q_TILE, PACKED, sequence_at
 from ..kernels.scores import load_slope
 from ..kernels.softmax import LOG2_E
 from ..kernels.structs import decode
+from ..kernels.tiles import statistics_base
 from .hopper_backward_common import accumulator, land, left_operand, store_rows, tile_at
 from .hopper_producer import ROWS, SpanBuild, clear_rows, find_sequence
 from .hopper_rows import number_of_row
@@ -55,9 +57,9 @@ class QueryBuild(NamedTuple):
 
     dim, value_dim: as tiles hold them. place: see `placement.py`. tile, group: spans of a tile and
     of a consumer's rows. has_start: rows may not see the first keys. is_folded, is_capped,
-    has_slopes: see `BackwardBuild`. k_slots, v_slots: blocks of keys in flight. registers: of
-    consumers, of the producer. columns: of dQ in memory, where it is not stored by TMA. is_added:
-    it is added to an fp32 tensor.
+    has_slopes: see `BackwardBuild`. has_sums: rowsum(P dP) of each row is written, too. k_slots,
+    v_slots: blocks of keys in flight. registers: of consumers, of the producer. columns: of dQ in
+    memory, where it is not stored by TMA. is_added: it is added to an fp32 tensor.
     """
 
     dim: int
@@ -69,6 +71,7 @@ class QueryBuild(NamedTuple):
     is_folded: bool
     is_capped: bool
     has_slopes: bool
+    has_sums: bool
     k_slots: int
     v_slots: int
     registers: tuple[int, int]
@@ -107,6 +110,13 @@ class Tile(NamedTuple):
     index: Any
     head: Any
     number: Any
+
+
+class Outputs(NamedTuple):
+    """dQ as an operand; rowsum(P dP) `[B, H, M]`, or absent."""
+
+    dq: Any
+    sums: Any
 
 
 class Numbers(NamedTuple):
@@ -281,14 +291,14 @@ def _probabilities(s, lse, rows, j, call, seq, BUILD: gl.constexpr):
         s = mask_columns(s, rows.start - n0, rows.stop - n0, BUILD.has_start, ROWS, BLOCK_N)
     p = exp2_fast(s * scale - lse[:, None])
     if BUILD.is_capped:
-        return p * derivative
+        return p, p * derivative
     else:
-        return p
+        return p, p
 
 
 @gluon.jit
 def _mma_partition(
-    descs, memory, call, tile, numbers, dq_out, ID: gl.constexpr, BUILD: gl.constexpr
+    descs, memory, call, tile, numbers, outputs, ID: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
@@ -301,16 +311,20 @@ def _mma_partition(
     mbarrier.wait(memory.k_full.index(0), 0)
     s = _issue(tile_at(memory.q, ID, ROWS, DIM), memory.k, 0, DIM)
     s = warpgroup_mma_wait(0, [s])
+    if BUILD.has_sums:
+        sums = sum_in_thread(gl.zeros_like(s), ROWS, BLOCK_N)
     for j in range(n_blocks):
         # 0, which the compiler does not know: it would move descriptors out of the loop.
         zero = j >> 30
         slot, v_slot, after = j % BUILD.k_slots, j % BUILD.v_slots, (j + 1) % BUILD.k_slots
         mbarrier.wait(memory.v_full.index(v_slot), (j // BUILD.v_slots) & 1)
         dp = _issue(tile_at(memory.dout, ID + zero, ROWS, VALUE_DIM), memory.v, v_slot, VALUE_DIM)
-        p = _probabilities(s, lse, rows, j, call, seq, BUILD)
+        p, p_inner = _probabilities(s, lse, rows, j, call, seq, BUILD)
         dp = warpgroup_mma_wait(0, [dp])
         mbarrier.arrive(memory.v_empty.index(v_slot), count=1)
-        ds = (p * (dp - delta[:, None])).to(DTYPE)
+        if BUILD.has_sums:
+            sums += sum_in_thread(p * dp, ROWS, BLOCK_N)
+        ds = (p_inner * (dp - delta[:, None])).to(DTYPE)
         left = gl.convert_layout(ds, left_operand(DIM))
         dq = warpgroup_mma(left, tile_at(memory.k, slot, BLOCK_N, DIM), dq, is_async=True)
         mbarrier.wait(memory.k_full.index(after), ((j + 1) // BUILD.k_slots) & 1)
@@ -321,19 +335,24 @@ def _mma_partition(
     # Of a row that sees nothing Q and dO may be NaN, and a sink's logit is an lse.
     rows, _ = _describe(call, seq, tile, ID, BUILD)
     is_alive = (lse < float("inf")) & (rows.start < rows.stop)
+    first = tile.number * BLOCK_M + ID * ROWS
+    if BUILD.has_sums:
+        total = gl.convert_layout(gl.sum(sums, 1), lse.type.layout)
+        base = statistics_base(outputs.sums, seq.batch, seq.q_first + first, tile.head)
+        total = gl.where(is_alive, total, 0.0)
+        gl.store(base + (rows.m - first), total, mask=rows.m < seq.q_stored)
     is_alive = gl.convert_layout(is_alive, gl.SliceLayout(1, accumulator(DIM)))
     dq = gl.where(is_alive[:, None], dq * call.terms.gradient_scale, 0.0)
-    first = tile.number * BLOCK_M + ID * ROWS
     at = [seq.batch, tile.head, seq.q_first + first, 0]
     n_rows = seq.q_stored - first
     if BUILD.is_added:
-        store_rows(dq_out, at, dq, n_rows, BUILD.columns, DIM, True)
+        store_rows(outputs.dq, at, dq, n_rows, BUILD.columns, DIM, True)
     elif BUILD.place >= PACKED:
         # TMA does not know where a document ends.
         if n_rows >= ROWS:
             _store_tile(descs.dq, memory.q, at, dq, ID, DIM)
         else:
-            store_rows(dq_out, at, dq, n_rows, BUILD.columns, DIM, False)
+            store_rows(outputs.dq, at, dq, n_rows, BUILD.columns, DIM, False)
     else:
         _store_tile(descs.dq, memory.q, at, dq, ID, DIM)
     # Shared memory stays until all of it has left.
@@ -354,7 +373,7 @@ def _store_tile(desc, ring, at, dq, ID: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def _attention_bwd_hopper_query_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_desc, dq, numbers, call, BUILD: gl.constexpr
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, outputs, numbers, call, BUILD: gl.constexpr
 ):
     tile = _locate(call, BUILD)
     descs = Descriptors(q_desc, k_desc, v_desc, dout_desc, dq_desc)
@@ -387,8 +406,8 @@ def _attention_bwd_hopper_query_kernel(
     PRODUCER_REGISTERS: gl.constexpr = BUILD.registers[1]
     gl.warp_specialize(
         [
-            (_mma_partition, (descs, memory, call, tile, numbers, dq, 0, BUILD)),
-            (_mma_partition, (descs, memory, call, tile, numbers, dq, 1, BUILD)),
+            (_mma_partition, (descs, memory, call, tile, numbers, outputs, 0, BUILD)),
+            (_mma_partition, (descs, memory, call, tile, numbers, outputs, 1, BUILD)),
             (_load_partition, (descs, memory, call, tile, BUILD)),
         ],
         [4, 1],
