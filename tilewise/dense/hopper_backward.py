@@ -117,6 +117,8 @@ def _mma_partition(
     for j in range(work.n_all):
         s, dk, dv = _visit(s, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, ID, BUILD)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    # The dO that nobody used has to land while this memory is still the program's.
+    mbarrier.wait(memory.do_full.index(work.n_all % BUILD.slots), (work.n_all // BUILD.slots) & 1)
     mbarrier.arrive(memory.keys_free.index(0), count=1)
     dk = dk * call.terms.gradient_scale
     seq, n0 = sequence_of(call, tile, BUILD)

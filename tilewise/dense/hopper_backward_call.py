@@ -143,7 +143,8 @@ class _Backward:
         build = BackwardBuild(
             dim, value_dim, call.place_kind, SpanBuild(call.mask_kind, _M, block_n),
             call.is_folded, terms.softcap is not None, terms.alibi_slopes is not None,
-            self._is_one_pass, config.slots, config.keeps_keys, config.registers,
+            self._is_one_pass, config.slots, config.keeps_keys, config.takes_turns,
+            config.registers,
             self._dk.shape[-1], self._dv.shape[-1], self._is_added,
         )  # fmt: skip
         return Launch(

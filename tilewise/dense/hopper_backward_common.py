@@ -37,9 +37,10 @@ class BackwardBuild(NamedTuple):
     dim, value_dim: as tiles hold them. place: see `placement.py`. span: of a tile of keys.
     is_folded: a score is nothing but the scaled product. is_capped, has_slopes: there is a softcap,
     there are slopes. has_dq: dQ is added up in the same pass. slots: blocks of rows in flight.
-    keeps_keys: K and V stay in registers as left operands. registers: of consumers, of the
-    producer. columns, value_columns: of dK and dV in memory, where they are not stored by TMA.
-    is_added: dK and dV are added to fp32 tensors.
+    keeps_keys: K and V stay in registers as left operands. takes_turns: groups issue their
+    products one after the other. registers: of consumers, of the producer. columns, value_columns:
+    of dK and dV in memory, where they are not stored by TMA. is_added: dK and dV are added to fp32
+    tensors.
     """
 
     dim: int
@@ -52,6 +53,7 @@ class BackwardBuild(NamedTuple):
     has_dq: bool
     slots: int
     keeps_keys: bool
+    takes_turns: bool
     registers: tuple[int, int]
     columns: int
     value_columns: int
@@ -183,12 +185,14 @@ def load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
             fence_async_shared()
             mbarrier.arrive(memory.do_full.index(slot), count=1)
             mbarrier.expect(full, descs.rows.block_type.nbytes)
+            tma_load(descs.rows, rows_at, full, memory.rows.index(slot))
         else:
             mbarrier.expect(full, descs.q.block_type.nbytes + descs.rows.block_type.nbytes)
             tma_load(descs.q, at, full, memory.q.index(slot))
+            # Before dO, which is needed later.
+            tma_load(descs.rows, rows_at, full, memory.rows.index(slot))
             mbarrier.expect(memory.do_full.index(slot), descs.dout.block_type.nbytes)
             tma_load(descs.dout, at, memory.do_full.index(slot), memory.dout.index(slot))
-        tma_load(descs.rows, rows_at, full, memory.rows.index(slot))
 
 
 @gluon.jit

@@ -30,6 +30,7 @@ class BackwardConfig(NamedTuple):
     launch: Config
     slots: int
     keeps_keys: bool
+    takes_turns: bool
     registers: tuple[int, int]
 
 
@@ -77,10 +78,10 @@ def backward_config(dim: int, value_dim: int) -> BackwardConfig:
     launch, registers = Config(64, 128, 4, 1, most), (240, 24)
     width = max(dim, value_dim)
     if width <= 64:
-        return BackwardConfig(launch, 3, True, registers)
+        return BackwardConfig(launch, 3, True, False, registers)
     if width <= 128:
-        return BackwardConfig(launch, 2, False, registers)
-    return BackwardConfig(Config(64, 64, 4, 1, most), 2, False, registers)
+        return BackwardConfig(launch, 2, False, False, registers)
+    return BackwardConfig(Config(64, 64, 4, 1, most), 2, False, True, registers)
 
 
 def query_config(dim: int, value_dim: int) -> QueryConfig:

@@ -28,6 +28,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..kernels.gluon import (
+    FIRST_FREE,
+    barrier_arrive,
+    barrier_sync,
     fence_async_shared,
     gl,
     gluon,
@@ -59,7 +62,7 @@ from .hopper_backward_common import (
 from .hopper_producer import ROWS
 
 BLOCK_N = gl.constexpr(64)
-_N_GROUPS = gl.constexpr(2)
+_N_GROUPS, _THREADS = gl.constexpr(2), gl.constexpr(256)
 
 
 class Memory(NamedTuple):
@@ -106,14 +109,18 @@ def _values_partition(descs, memory, call, tile, dv_out, BUILD: gl.constexpr):
             _store_pairs(memory.p.index(slot), pairs, BLOCK_M)
         mbarrier.arrive(memory.p_full.index(slot), count=1)
         mbarrier.wait(memory.do_full.index(slot), phase)
+        _take_turn(0, BUILD)
         left = unpack_pairs(pairs, DTYPE, LEFT, ROWS, BLOCK_M)
         dout = tile_at(memory.dout, slot, BLOCK_M, VALUE_DIM)
         dv = warpgroup_mma(left, dout, dv, is_async=True)
         mbarrier.wait(memory.q_full.index(after), after_phase)
         s = issue_transposed(tile_at(memory.k, zero, ROWS, DIM), memory.q, after, DIM)
+        _pass_turn(0, BUILD)
         dv = warpgroup_mma_wait(1, [dv])
         mbarrier.arrive(memory.empty.index(slot), count=1)
         s = warpgroup_mma_wait(0, [s])
+    # The turn that nobody takes.
+    _take_turn(0, BUILD)
     mbarrier.arrive(memory.keys_free.index(0), count=1)
     _store(
         descs.dv, memory.v, dv_out, dv, memory, call, tile, VALUE_DIM, BUILD.value_columns, BUILD
@@ -130,6 +137,7 @@ def _keys_partition(descs, memory, call, tile, dk_out, BUILD: gl.constexpr):
     DTYPE: gl.constexpr = memory.q.dtype
     work = find_work(call, tile, BUILD)
     dk = gl.zeros([ROWS, DIM], gl.float32, accumulator(DIM))
+    _pass_turn(1, BUILD)
     mbarrier.wait(memory.keys_full.index(0), 0)
     mbarrier.wait(memory.do_full.index(0), 0)
     dp = issue_transposed(tile_at(memory.v, 0, ROWS, VALUE_DIM), memory.dout, 0, VALUE_DIM)
@@ -143,16 +151,30 @@ def _keys_partition(descs, memory, call, tile, dk_out, BUILD: gl.constexpr):
         p = unpack_pairs(pairs, DTYPE, PRODUCT, ROWS, BLOCK_M).to(gl.float32)
         ds = (p * (dp - delta[None, :])).to(DTYPE)
         left = gl.convert_layout(ds, left_operand(DIM))
+        _take_turn(1, BUILD)
         dk = warpgroup_mma(left, tile_at(memory.q, slot, BLOCK_M, DIM), dk, is_async=True)
         mbarrier.wait(memory.do_full.index(after), after_phase)
         v = tile_at(memory.v, zero, ROWS, VALUE_DIM)
         dp = issue_transposed(v, memory.dout, after, VALUE_DIM)
+        _pass_turn(1, BUILD)
         dk = warpgroup_mma_wait(1, [dk])
         mbarrier.arrive(memory.empty.index(slot), count=1)
         dp = warpgroup_mma_wait(0, [dp])
     mbarrier.arrive(memory.keys_free.index(0), count=1)
     dk = dk * call.terms.gradient_scale
     _store(descs.dk, memory.k, dk_out, dk, memory, call, tile, DIM, BUILD.columns, BUILD)
+
+
+@gluon.jit
+def _take_turn(GROUP: gl.constexpr, BUILD: gl.constexpr):
+    if BUILD.takes_turns:
+        barrier_sync(FIRST_FREE + GROUP, _THREADS, 4)
+
+
+@gluon.jit
+def _pass_turn(GROUP: gl.constexpr, BUILD: gl.constexpr):
+    if BUILD.takes_turns:
+        barrier_arrive(FIRST_FREE + 1 - GROUP, _THREADS, 4)
 
 
 @gluon.jit
