@@ -17,7 +17,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -83,7 +83,7 @@ class Ranks:
     def run(self, ranks: int, job: Job, *arguments: Any) -> list[Any]:
         assert 0 < ranks <= self.world, f"{ranks} ranks of {self.world}"
         self._start()
-        with _turn() if self.is_turned else nullcontext():
+        with self._turn():
             return self._run(ranks, job, *arguments)
 
     def rehearse(self, job: Job, *arguments: Any) -> None:
@@ -140,6 +140,16 @@ class Ranks:
             self._processes.append(process)
             self._pipes.append(here)
         atexit.register(self.stop)
+        # Imports run side by side; the first messages are those that make a communicator.
+        ready = [pipe.recv_bytes() for pipe in self._pipes]
+        with self._turn():
+            for pipe, message in zip(self._pipes, ready, strict=True):
+                pipe.send_bytes(message)
+            for pipe in self._pipes:
+                pipe.recv_bytes()
+
+    def _turn(self) -> AbstractContextManager[None]:
+        return _turn() if self.is_turned else nullcontext()
 
     def stop(self) -> None:
         for process in self._processes:
@@ -166,7 +176,10 @@ def _serve(backend: str, rank: int, world: int, store: str, pipe: Any) -> None:
     # The ranks compare what they call at its first use, as they do for users.
     os.environ["TILEWISE_CHECK"] = "0"
     if backend == "nccl":
+        torch.zeros(1, device=torch.device("cuda", rank))
         torch.cuda.set_device(rank)
+    pipe.send_bytes(b"ready")
+    pipe.recv_bytes()
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, world),
@@ -181,6 +194,7 @@ def _serve(backend: str, rank: int, world: int, store: str, pipe: Any) -> None:
         known = _many(rank)
     else:
         known = _few(rank, world, "cuda" if backend == "nccl" else "cpu")
+    pipe.send_bytes(b"joined")
     # New memory is to be filled; the kernels are those of users.
     with torch_mode_unheeded():
         _serve_jobs(known, pipe)

@@ -77,6 +77,7 @@ DENSE = (
     Recipe("causal(offset=3)", mask=lambda: causal(offset=3)),
     Recipe("window(20, 0)", mask=lambda: window(20, 0)),
     Recipe("window(0, 9)", mask=lambda: window(0, 9)),
+    Recipe("window(0, 0)", mask=lambda: window(0, 0)),
     Recipe("window(5, 5), M > N", (2, 149, 67, 6, 2, 16, 16), lambda: window(5, 5)),
     Recipe("outside a window", mask=lambda: ~window(10, 10)),
     Recipe("key_padding, lengths 0 and 80", mask=lambda: key_padding([0, 80])),
