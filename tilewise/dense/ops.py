@@ -202,8 +202,7 @@ def gradients_on_gpu(
     if backend == "hopper" and not why_not_hopper_backward(call.piece, wanted):
         from . import hopper_backward_call
 
-        empty = result[1].new_empty(0)
-        return [*hopper_backward_call.attention_gradients(call, upstream, result), *[empty] * 3]
+        return hopper_backward_call.attention_gradients(call, upstream, result, wanted)
     from .triton_backward import attention_gradients
 
     return attention_gradients(call, upstream, result, wanted)
