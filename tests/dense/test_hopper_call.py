@@ -58,6 +58,46 @@ def test_the_forward_is_hoppers_and_the_backward_tritons(launches: Records) -> N
     assert len(launches) > 2 and all("_bwd_" in name for name in names(launches)[1:])
 
 
+_KEYS, _WIDE = "_attention_bwd_hopper_kernel", "_attention_bwd_hopper_wide_kernel"
+_PREPARE, _FINISH, _QUERY = (
+    f"_attention_bwd_hopper_{name}_kernel" for name in ("prepare", "finish", "query")
+)
+
+
+@pytest.mark.parametrize(
+    ("D", "options", "expected"),
+    [
+        (64, {}, (_KEYS, _FINISH)),
+        (128, {"softcap": 3.0}, (_KEYS, _FINISH)),
+        (128, {"alibi_slopes": torch.zeros(4)}, (_KEYS, _FINISH)),
+        (128, {"scale": -1.0}, (_KEYS, _FINISH)),
+        (128, {"sinks": torch.zeros(4)}, (_KEYS, _FINISH)),
+        (64, {"deterministic": True}, (_KEYS, _QUERY)),
+        (64, {"sinks": torch.zeros(4).requires_grad_()}, (_KEYS, _QUERY)),
+        (129, {}, (_WIDE, _QUERY)),
+        (256, {"deterministic": True}, (_WIDE, _QUERY)),
+    ],
+)
+def test_which_kernels_make_gradients(
+    D: int, options: dict[str, Any], expected: tuple[str, str], launches: Records
+) -> None:
+    """dQ is added up in any order where nothing asks for more."""
+    x = qkv(N=300, D=D)
+    out = tw.attention(*x, backend="hopper", **options)
+    torch.autograd.grad(out, x, torch.zeros_like(out))
+    assert names(launches) == [FORWARD, _PREPARE, *expected]
+    build = launches[2][2][-1]
+    assert build.has_dq == (expected[1] == _FINISH)
+
+
+@pytest.mark.parametrize("N", [128, 300])
+def test_slopes_that_learn_and_few_keys_are_tritons(N: int, launches: Records) -> None:
+    x, slopes = qkv(N=N), torch.zeros(4).requires_grad_(N > 128)
+    out = tw.attention(*x, backend="hopper", alibi_slopes=slopes)
+    torch.autograd.grad(out, x, torch.zeros_like(out))
+    assert not any("bwd_hopper" in name for name in names(launches))
+
+
 def test_the_second_call_is_warm(launches: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     x = qkv()
     tw.attention(*x, backend="hopper")

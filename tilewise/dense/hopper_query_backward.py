@@ -334,7 +334,7 @@ def _mma_partition(
         s = warpgroup_mma_wait(0, [s])
     # Of a row that sees nothing Q and dO may be NaN, and a sink's logit is an lse.
     rows, _ = _describe(call, seq, tile, ID, BUILD)
-    is_alive = (lse < float("inf")) & (rows.start < rows.stop)
+    is_alive = (lse != float("inf")) & (rows.start < rows.stop)
     first = tile.number * BLOCK_M + ID * ROWS
     if BUILD.has_sums:
         total = gl.convert_layout(gl.sum(sums, 1), lse.type.layout)
