@@ -19,13 +19,15 @@ from . import (
     hopper_rows,
     hopper_wide_backward,
 )
-from .hopper_backward_common import BackwardBuild
+from .hopper_backward_common import BackwardBuild, Heads
+from .hopper_call import L2_BYTES
 from .hopper_config import backward_config, query_config, tile_dim
 from .hopper_descriptors import describe_numbers, describe_tiles, spread
 from .hopper_producer import SpanBuild
 from .hopper_query_backward import Numbers, Outputs, QueryBuild
 from .piece import Piece
 from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows, new_rows
+from .triton_placement import DOCUMENTS, PACKED
 
 # Rows of a block, and keys of a tile.
 _M, _ROWS = hopper_backward_common.BLOCK_M.value, hopper_producer.ROWS.value
@@ -162,7 +164,8 @@ class _Backward:
                 buffer,
                 describe_tiles(by_tma[0], _ROWS, dim),
                 describe_tiles(by_tma[1], _ROWS, value_dim),
-                call.operand(self._dk), call.operand(self._dv), plan.call, self._blocks_of_head,
+                call.operand(self._dk), call.operand(self._dv), plan.call,
+                self._order(call.G, call.M * call.H // max(1, call.G)),
                 build,
             ),
             (self._is_one_pass, *self._tag(self._dk, self._dv)),
@@ -172,9 +175,15 @@ class _Backward:
         """Of a launch that writes them by TMA, or adds to them by rows."""
         return (True, *self._call.layout_tag(*outputs)) if self._is_added else ()
 
-    @property
-    def _blocks_of_head(self) -> int:
-        return code(self._n_blocks // self._call.H)
+    def _order(self, heads: int, rows: int) -> Heads:
+        """Of programs that own keys or rows of `heads` heads, and read `rows` rows for each (of Q
+        and dO, or of K and V): tiles that see most first, as far as those rows stay in L2."""
+        call, band = self._call, self._call.band
+        n_heads = heads * (1 if call.place_kind in (PACKED, DOCUMENTS) else call.B)
+        is_uneven = band is not None and (band.left < UNBOUNDED or band.right < UNBOUNDED)
+        head_bytes = max(1, rows * sum(self._dims) * self._q.element_size())
+        together = max(1, min(n_heads, L2_BYTES // head_bytes)) if is_uneven else 1
+        return Heads(code(n_heads), code(together), code(self._n_blocks // call.H))
 
     def _finish(self, buffer: Tensor) -> Launch:
         """dQ from the buffer."""
@@ -217,8 +226,8 @@ class _Backward:
                 describe_tiles(self._dout, _ROWS, value_dim),
                 describe_tiles(self._q if self._is_added else dq, _ROWS, dim),
                 Outputs(call.operand(dq), call.statistics(self._sums)),
-                Numbers(self._rows, self._by_rows.call.place.table, self._blocks_of_head),
-                plan.call, build,
+                Numbers(self._rows, self._by_rows.call.place.table, code(self._n_blocks // call.H)),
+                plan.call, self._order(call.H, call.N * call.G // max(1, call.H)), build,
             ),
             (self._sums is not None, *self._tag(dq)),
         )  # fmt: skip

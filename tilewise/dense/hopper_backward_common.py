@@ -26,7 +26,7 @@ from ..kernels.scores import load_slope
 from ..kernels.softmax import LOG2_E
 from ..kernels.structs import decode
 from ..kernels.tiles import row_base
-from .hopper_producer import ROWS, SpanBuild, clear_rows, find_sequence
+from .hopper_producer import ROWS, SpanBuild, clear_rows, find_sequence, order_of
 
 BLOCK_M = gl.constexpr(64)
 
@@ -73,6 +73,16 @@ class Descriptors(NamedTuple):
     dv: Any
 
 
+class Heads(NamedTuple):
+    """The order of a kernel's programs. n_heads: over all batch rows. together: how many take turns
+    (see `hopper_producer.order_of`). n_blocks: of 64 rows of a query head, of all sequences. All
+    are coded."""
+
+    n_heads: Any
+    together: Any
+    n_blocks: Any
+
+
 class Tile(NamedTuple):
     """Which keys a program owns: the number of their sequence, the kv head, the tile in the
     sequence. blocks_of_head: of rows, of all sequences (coded)."""
@@ -98,19 +108,18 @@ class Work(NamedTuple):
 
 
 @gluon.jit
-def locate(call, blocks_of_head, BUILD: gl.constexpr):
-    """As `placement.locate`, before the program's warps take their roles."""
+def locate(call, heads, BUILD: gl.constexpr):
+    """A program's tile, before its warps take their roles."""
     place = call.place
-    n_tiles = decode(place.n_tiles)
-    tile = gl.program_id(0) % n_tiles
-    head = gl.program_id(0) // n_tiles
+    n_tiles, n_heads = decode(place.n_tiles), decode(heads.n_heads)
+    head, tile = order_of(gl.program_id(0), n_tiles, n_heads, decode(heads.together))
     if BUILD.place >= PACKED:
         index = find_sequence(place, tile, FIRST_K_TILE, 4)
         first = gl.load(place.table + index.to(gl.int64) * FIELDS + FIRST_K_TILE)
-        return Tile(index, head, tile - first, blocks_of_head)
+        return Tile(index, head, tile - first, heads.n_blocks)
     else:
         G = decode(place.H) // decode(place.group)
-        return Tile(head // G, head % G, tile, blocks_of_head)
+        return Tile(head // G, head % G, tile, heads.n_blocks)
 
 
 @gluon.jit

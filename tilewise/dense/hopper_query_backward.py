@@ -45,7 +45,7 @@ from ..kernels.softmax import LOG2_E
 from ..kernels.structs import decode
 from ..kernels.tiles import statistics_base
 from .hopper_backward_common import accumulator, land, left_operand, store_rows, tile_at
-from .hopper_producer import ROWS, SpanBuild, clear_rows, find_sequence
+from .hopper_producer import ROWS, SpanBuild, clear_rows, find_sequence, order_of
 from .hopper_rows import number_of_row
 
 BLOCK_M, BLOCK_N = gl.constexpr(128), gl.constexpr(64)
@@ -121,20 +121,20 @@ class Outputs(NamedTuple):
 
 class Numbers(NamedTuple):
     """Of rows, in blocks of 64: see `hopper_rows.py`. table: where sequences' blocks begin, if not
-    at multiples. blocks_of_head: of all sequences (coded)."""
+    at multiples. n_blocks: of a head (coded)."""
 
     ptr: Any
     table: Any
-    blocks_of_head: Any
+    n_blocks: Any
 
 
 @gluon.jit
-def _locate(call, BUILD: gl.constexpr):
-    """As `placement.locate`, before the program's warps take their roles."""
+def _locate(call, heads, BUILD: gl.constexpr):
+    """A program's tile, before its warps take their roles."""
     place = call.place
-    n_tiles = decode(place.n_tiles)
-    tile = n_tiles - 1 - gl.program_id(0) % n_tiles
-    head = gl.program_id(0) // n_tiles
+    n_tiles, n_heads = decode(place.n_tiles), decode(heads.n_heads)
+    head, tile = order_of(gl.program_id(0), n_tiles, n_heads, decode(heads.together))
+    tile = n_tiles - 1 - tile
     if BUILD.place >= PACKED:
         index = find_sequence(place, tile, FIRST_Q_TILE, 4)
         first = gl.load(place.table + index.to(gl.int64) * FIELDS + FIRST_Q_TILE)
@@ -257,7 +257,7 @@ def _load_numbers(numbers, seq, tile, ID: gl.constexpr, BUILD: gl.constexpr):
         first = tile.index * ((seq.q_stored + ROWS - 1) // ROWS)
     block = tile.number * _N_CONSUMERS + ID
     r = gl.arange(0, ROWS, layout=ROW)
-    number = tile.head * decode(numbers.blocks_of_head) + first + block
+    number = tile.head * decode(numbers.n_blocks) + first + block
     ptrs = numbers.ptr + number.to(gl.int64) * (2 * ROWS) + number_of_row(r)
     stored = block * ROWS + r < seq.q_stored
     lse = gl.load(ptrs, mask=stored, other=float("inf"))
@@ -334,7 +334,7 @@ def _mma_partition(
         s = warpgroup_mma_wait(0, [s])
     # Of a row that sees nothing Q and dO may be NaN, and a sink's logit is an lse.
     rows, _ = _describe(call, seq, tile, ID, BUILD)
-    is_alive = (lse < float("inf")) & (rows.start < rows.stop)
+    is_alive = (lse != float("inf")) & (rows.start < rows.stop)
     first = tile.number * BLOCK_M + ID * ROWS
     if BUILD.has_sums:
         total = gl.convert_layout(gl.sum(sums, 1), lse.type.layout)
@@ -373,9 +373,18 @@ def _store_tile(desc, ring, at, dq, ID: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def _attention_bwd_hopper_query_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_desc, outputs, numbers, call, BUILD: gl.constexpr
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    dq_desc,
+    outputs,
+    numbers,
+    call,
+    heads,
+    BUILD: gl.constexpr,
 ):
-    tile = _locate(call, BUILD)
+    tile = _locate(call, heads, BUILD)
     descs = Descriptors(q_desc, k_desc, v_desc, dout_desc, dq_desc)
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim

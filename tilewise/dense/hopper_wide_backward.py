@@ -257,9 +257,9 @@ def _store_tile(desc, ring, x, at, memory, DIM: gl.constexpr):
 @gluon.jit
 def _attention_bwd_hopper_wide_kernel(
     q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc, dk, dv, call,
-    blocks_of_head, BUILD: gl.constexpr,
+    heads, BUILD: gl.constexpr,
 ):  # fmt: skip
-    tile = locate(call, blocks_of_head, BUILD)
+    tile = locate(call, heads, BUILD)
     descs = Descriptors(q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc)
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
