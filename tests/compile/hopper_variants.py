@@ -31,6 +31,10 @@ class HopperVariant:
     has_start: bool
     n_consumers: int
 
+    @property
+    def is_rare(self) -> bool:
+        return self.name in RARE
+
 
 def _variant(
     name: str, D: int, spills: tuple[int, int] = (0, 0), *, dtype: torch.dtype = _BF16,
@@ -54,6 +58,18 @@ _PADDED: dict[str, Any] = {
 }  # fmt: skip
 _WINDOW: dict[str, Any] = {"mask": tw.window(100, 0), "has_start": True}
 _PARTIAL: dict[str, Any] = {"op": tw.attention_partial, "out_dtype": _FP32}
+
+# Compiled under `--all-targets` alone: others like them show what theirs would.
+RARE = {
+    "fp16 D 64", "fp16 D 256", "D 64, E 128", "D 96, E 256", "window D 64", "window D 256",
+    "padding D 128", "packed D 64", "packed D 256", "softcap D 128", "softcap D 256", "ALiBi D 128",
+    "ALiBi D 256", "scale below 0", "packed fp32 partial",
+}  # fmt: skip
+RARE_BACKWARD = {
+    "causal D 64", "fp16 D 128", "D 128, E 64", "padding D 128", "packed D 64",
+    "into fp32 buffers D 64", "ALiBi D 64", "packed D 256", "D 256, softcap, ALiBi",
+    "into fp32 buffers D 256",
+}  # fmt: skip
 
 HOPPER_VARIANTS = [
     # What people run.
@@ -106,6 +122,10 @@ class BackwardVariant:
     name: str
     call: Callable[[], Any]
     spills: tuple[int, int]
+
+    @property
+    def is_rare(self) -> bool:
+        return self.name in RARE_BACKWARD
 
 
 def _backward(
