@@ -24,7 +24,7 @@ from ..core.shapes import accumulator_of, check_same_device, check_shapes
 from . import torch_flash, warm
 from .checks import PLACEMENT, check_are_tensors, check_buffers, check_call
 from .choice import BACKENDS, choose, explain
-from .ops import Arguments, Attention, check_contents
+from .ops import Arguments, Attention, check_contents, dtype_for_backward
 from .piece import Piece
 
 _FULL = full()
@@ -400,7 +400,7 @@ def _attend(
 ) -> Partial:
     key = None
     if not placement and not torch.compiler.is_compiling() and backend in warm.BACKENDS:
-        key = warm.key_of(q, k, v, mask, terms, out_dtype, backend)
+        key = warm.key_of(q, k, v, mask, terms, out_dtype, backend, _learns(q, k, v))
         found = warm.find(key)
         if found is not None:
             return _run_warm(q, k, v, found, out_dtype or q.dtype, is_partial)
@@ -434,8 +434,16 @@ def _attend(
     arguments = arguments._replace(backend=name)
     result = Partial(*_run_op(q, k, v, arguments, out_dtype, is_partial))
     # Only what has run serves calls after it.
-    warm.keep(key, q, k, v, arguments, out_dtype)
+    stored = dtype_for_backward(q.dtype) if _learns(q, k, v) else out_dtype
+    warm.keep(key, q, k, v, arguments, stored)
     return result
+
+
+def _learns(*tensors: Any) -> bool:
+    """Whether one has a gradient that is wanted; anything may be asked."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in tensors
+    )
 
 
 def _run_op(
@@ -449,7 +457,7 @@ def _run_op(
         out, lse = mapped(q, k, v, *arguments[:3], arguments[3:], out_dtype)
         return out.to(out_dtype), lse
     learned: tuple[Tensor | None, ...] = (q, k, v, *arguments[:3])
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
+    if _learns(*learned):
         if torch.compiler.is_compiling():
             learned, arguments = _distinct(learned, arguments)
         run: Any = Attention.apply
@@ -477,7 +485,7 @@ def _run_warm(
     q: Tensor, k: Tensor, v: Tensor, found: warm.Warm, out_dtype: torch.dtype, is_partial: bool
 ) -> Partial:
     """Run a call that is like one before it."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if _learns(q, k, v):
         run: Any = Attention.apply
         rest = found.arguments[3:]
         return Partial(*run(q, k, v, None, None, None, rest, out_dtype, is_partial, found))

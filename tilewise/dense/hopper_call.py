@@ -22,7 +22,7 @@ from .triton_placement import DOCUMENTS, PACKED
 _ROWS = hopper_producer.ROWS.value
 _KERNEL = hopper_forward._attention_fwd_hopper_kernel
 # Keys and values that heads which run together may take of the L2 cache.
-_L2_BYTES = 32 << 20
+L2_BYTES = 32 << 20
 
 
 class Forward:
@@ -47,7 +47,7 @@ class Forward:
         is_uneven = band is not None and (band.left < UNBOUNDED or band.right < UNBOUNDED)
         kv_bytes = max(1, call.N) * sum(dims) * q.element_size() * call.G // H or 1
         n_heads = H if call.place_kind in (PACKED, DOCUMENTS) else B * H
-        together = max(1, min(n_heads, _L2_BYTES // kv_bytes)) if is_uneven else 1
+        together = max(1, min(n_heads, L2_BYTES // kv_bytes)) if is_uneven else 1
         self._tickets = code(self._n_tiles), code(n_heads), code(together)
         self._layouts = tile_layout(dims[0]), tile_layout(dims[1])
         self._blocks = [1, 1, _ROWS, dims[0]], [1, 1, config.launch.block_n, dims[0]]

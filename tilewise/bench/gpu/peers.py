@@ -52,7 +52,7 @@ def find_roster(backends: Sequence[str] = ("auto",), without: Sequence[str] = ()
     """
     ours = [make(name) for make in (_named_backend, _packed) for name in backends]
     found: list[Peer] = [*_torch_peers()]
-    absent = {name: "not asked for" for name in without}
+    absent = dict.fromkeys(without, "not asked for")
     for name, module, package, make in (
         (FA3, "fa3_fwd_interface", "fa3-fwd", _make_fa3),
         (FA4, "flash_attn.cute", "flash-attn-4", _make_fa4),

@@ -31,7 +31,8 @@ _COPY_BYTES = 1 << 30
 class Request:
     """What to measure; no lengths or dtypes: the grids' own; no minutes: to the end.
 
-    without: names of peers that take no part. product_size, copy_bytes: of what the ceilings are read off.
+    without: names of peers that take no part. product_size, copy_bytes: of what the ceilings are
+    read off.
     """
 
     device: torch.device

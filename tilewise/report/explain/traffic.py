@@ -105,13 +105,16 @@ def tiled_steps(
     backward: list[Step] = []
     size, item = sizes(request), request.itemsize
     Q, K, V, out = (size[name] for name in "QKVO")
+    # As it was summed.
+    kept = out // item * max(4, item)
     has_buffer = bool(plan.of_role("finish"))
-    row_bytes = _HOPPER_ROW_BYTES if has_buffer else _ROW_BYTES
+    is_hopper = any("hopper" in launch.name for launch in plan.of_role("delta"))
+    row_bytes = _HOPPER_ROW_BYTES if is_hopper else _ROW_BYTES
     rows = request.B * request.H * request.M * row_bytes
     buffer = {_BUFFER: Q // item * 4} if has_buffer else {}
     for launch in plan.launches:
         if launch.role == "delta":
-            reads = {"O": out, "dO": out, "LSE": size["LSE"]}
+            reads = {"O in fp32": kept, "dO": out, "LSE": size["LSE"]}
             asked = sum(reads.values())
             made = {"row numbers": rows, **buffer}
             backward.append(Step("δ = rowsum(dO ∘ O)", 0, 0, reads, made, asked))
