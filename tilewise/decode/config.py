@@ -127,7 +127,8 @@ def _many_rows(key: Key, block_m: int) -> SplitConfig:
     """Where products take as long as reading."""
     widest = max(key.dim, key.value_dim)
     if widest > 256:
-        return SplitConfig(Config(block_m, 32, 8, 2), 1)
+        # As many stages as there is room for: 2 left every tile's latency to be waited for.
+        return SplitConfig(Config(block_m, 32, 8, 4), 1)
     block_n = 64 if widest <= 128 else 32
     if key.architecture not in _LARGE:
         return SplitConfig(Config(block_m, block_n // 2, 8, 2), 1)

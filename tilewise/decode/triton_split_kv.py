@@ -120,12 +120,25 @@ def store_rows(base, offsets, tile, mask, DIMS: tl.constexpr):
 
 
 @triton.jit
-def _convert(tile, like, DIMS: tl.constexpr):
-    """Float8 in the dtype of the queries, which holds all of its values."""
+def _convert(tile, DTYPE: tl.constexpr, DIMS: tl.constexpr):
     converted = ()
     for i in tl.static_range(len(DIMS) - 1):
-        converted = converted + (tile[i].to(like.dtype),)
+        converted = converted + (tile[i].to(DTYPE),)
     return converted
+
+
+@triton.jit
+def _in_fp16(tile, DIMS: tl.constexpr):
+    """Rows of bf16 in fp16, and the power of two that each was divided by: what is lost is
+    2^-25 of a row's largest."""
+    top = tl.max(tl.abs(tile[0].to(tl.float32)), 1)
+    for i in tl.static_range(1, len(DIMS) - 1):
+        top = tl.maximum(top, tl.max(tl.abs(tile[i].to(tl.float32)), 1))
+    power = power_of_two(top)
+    scaled = ()
+    for i in tl.static_range(len(DIMS) - 1):
+        scaled = scaled + ((tile[i].to(tl.float32) / power[:, None]).to(tl.float16),)
+    return scaled, power
 
 
 @triton.jit
@@ -230,6 +243,10 @@ def _segment(
         whole_stop = tl.minimum(whole_stop, seq.shift)
     t0 = tl.maximum(t0, start // BLOCK_N)
     t1 = tl.minimum(t1, tl.cdiv(stop, BLOCK_N))
+    # A GPU turns float8 into fp16, which holds all of it, and into bf16 by way of that.
+    DTYPE: tl.constexpr = tl.float32 if q_tile[0].dtype == tl.float32 else tl.float16
+    IS_FP16: tl.constexpr = q_tile[0].dtype != tl.float32
+    IS_SCALED: tl.constexpr = (BUILD.scales != NONE) & (q_tile[0].dtype == tl.bfloat16)
     k_factor = 1.0
     v_factor = 1.0
     if BUILD.scales == HEAD:
@@ -237,6 +254,8 @@ def _segment(
         is_real = seq.index < decode(place.B)
         k_factor = tl.load(scales.k + of_batch + g, mask=is_real, other=0.0)
         v_factor = tl.load(scales.v + of_batch + g, mask=is_real, other=0.0)
+    if IS_SCALED:
+        q_tile, q_power = _in_fp16(q_tile, DIMS)
     # Looked up one tile ahead, so that no load of keys waits for its table.
     n = t0 * BLOCK_N + tl.arange(0, BLOCK_N)
     row = rows_of_tile(place, seq.index, t0, (n >= start) & (n < stop), BUILD)
@@ -249,8 +268,8 @@ def _segment(
         else:
             v_tile = load_keys(v, row, n, g, mask_n, VALUE_DIMS, BUILD)
         if BUILD.scales != NONE:
-            k_tile = _convert(k_tile, q_tile[0], DIMS)
-            v_tile = _convert(v_tile, q_tile[0], VALUE_DIMS)
+            k_tile = _convert(k_tile, DTYPE, DIMS)
+            v_tile = _convert(v_tile, DTYPE, VALUE_DIMS)
         s = dot_rows(q_tile, k_tile, DIMS, BUILD)
         if BUILD.scales == TOKEN:
             slot = n
@@ -263,6 +282,8 @@ def _segment(
                 at += slot.to(tl.int64) * decode(scales.stride_n)
             k_scale = tl.load(scales.k + at, mask=mask_n, other=0.0)
             s = s * k_scale[None, :]
+        if IS_SCALED:
+            s = s * (q_power * k_factor)[:, None]
         elif BUILD.scales == HEAD:
             s = s * k_factor
         if not BUILD.is_folded:
@@ -274,7 +295,7 @@ def _segment(
         )
         if BUILD.scales == TOKEN:
             v_scale = tl.load(scales.v + at, mask=mask_n, other=0.0)
-            if q_tile[0].dtype == tl.float16:
+            if IS_FP16:
                 # Such a weight times a small scale is nothing in fp16: the tile's power of two
                 # stays outside the product.
                 power = power_of_two(tl.max(v_scale, 0))
@@ -283,7 +304,7 @@ def _segment(
             p = p * v_scale[None, :]
         acc = scale_tile(acc, rescale[:, None], VALUE_DIMS)
         acc = dot_add(p, v_tile, acc, VALUE_DIMS, BUILD)
-        if (BUILD.scales == TOKEN) & (q_tile[0].dtype == tl.float16):
+        if (BUILD.scales == TOKEN) & IS_FP16:
             acc = scale_tile(acc, power, VALUE_DIMS)
         if BUILD.page > 0:
             n += BLOCK_N
