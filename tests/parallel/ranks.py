@@ -37,8 +37,8 @@ MESHES = ((2, 2), (2, 4), (4, 2), (1, 2), (2, 1))
 GPU_MESHES = {2: ((1, 2), (2, 1)), 4: ((2, 2), (1, 4), (4, 1))}
 # What ranks import, once, in the server that they are forked from. DeviceMesh imports dynamo.
 _PRELOADED = ["torch", "torch._dynamo", "tilewise.parallel.api", "tests.parallel.over_ranks"]
-# Of gloo's own waiting, and of the test's for a rank.
-TIMEOUT_S, PATIENCE_S = 30, 50
+# Of a backend's own waiting, and of the test's for a rank. On a GPU a kernel may have to be compiled.
+WAITING_S = {"gloo": (30, 50), "nccl": (90, 120)}
 
 
 class RankError(Exception):
@@ -99,7 +99,7 @@ class Ranks:
         results, problems = [], {}
         for rank, pipe in enumerate(self._pipes[:ranks]):
             # Once one has failed, the others may wait for it in vain.
-            if not pipe.poll(5 if problems else PATIENCE_S):
+            if not pipe.poll(5 if problems else WAITING_S[self.backend][1]):
                 problems[rank] = ("Silence", "gave no answer")
                 continue
             try:
@@ -185,7 +185,7 @@ def _serve(backend: str, rank: int, world: int, store: str, pipe: Any) -> None:
         store=dist.FileStore(store, world),
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=WAITING_S[backend][0]),
     )
     # Buffers that are not written show. Not all of torch's own has a fixed order on a GPU.
     torch.use_deterministic_algorithms(True, warn_only=backend == "nccl")
@@ -197,16 +197,16 @@ def _serve(backend: str, rank: int, world: int, store: str, pipe: Any) -> None:
     pipe.send_bytes(b"joined")
     # New memory is to be filled; the kernels are those of users.
     with torch_mode_unheeded():
-        _serve_jobs(known, pipe)
+        _serve_jobs(known, pipe, WAITING_S[backend][1])
 
 
-def _serve_jobs(known: Rank, pipe: Any) -> None:
+def _serve_jobs(known: Rank, pipe: Any, patience_s: float) -> None:
     while True:
         try:
             job, arguments = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        faulthandler.dump_traceback_later(PATIENCE_S / 2)
+        faulthandler.dump_traceback_later(patience_s / 2)
         try:
             answer = ("result", job(known, *arguments))
         except Exception as error:
