@@ -37,7 +37,7 @@ MESHES = ((2, 2), (2, 4), (4, 2), (1, 2), (2, 1))
 GPU_MESHES = {2: ((1, 2), (2, 1)), 4: ((2, 2), (1, 4), (4, 1))}
 # What ranks import, once, in the server that they are forked from. DeviceMesh imports dynamo.
 _PRELOADED = ["torch", "torch._dynamo", "tilewise.parallel.api", "tests.parallel.over_ranks"]
-# Of a backend's own waiting, and of the test's for a rank. On a GPU a kernel may have to be compiled.
+# Of a backend's own waiting, and of the test's for a rank: on a GPU, kernels are compiled too.
 WAITING_S = {"gloo": (30, 50), "nccl": (90, 120)}
 
 
