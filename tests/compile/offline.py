@@ -120,6 +120,13 @@ def compile_call(call: Callable[[], Any], architecture: str, part: str = "") -> 
     return list(found.values())
 
 
+def compiled_text(launch: Launch, architecture: str, stage: str) -> str:
+    """What a launch's kernel is at a stage of the compiler, such as ptx."""
+    _, source, options = _specialize(launch, architecture)
+    compiled = triton.compile(source, target=TARGETS[architecture].gpu, options=options)
+    return str(compiled.asm[stage])
+
+
 def _specialize(launch: Launch, architecture: str) -> tuple[str, ASTSource, dict[str, Any]]:
     """A launch's kernel with just the specialisation that the launch would have, and a key."""
     kernel, backend = launch.kernel, make_backend(TARGETS[architecture].gpu)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.compile.offline import TARGETS, compile_call
+from tests.compile.offline import TARGETS, compile_call, compiled_text, recorded
 from tilewise.decode import choice
 
 BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
@@ -57,6 +57,7 @@ VARIANTS: dict[str, tuple[Callable[[], None], str, int]] = {
     "D 256": (attend(256), "sm_120", 0),
     "D 80": (attend(80), "sm_90", 0),
     "16 queries": (attend(M=16), "sm_90 sm_89", 16),
+    "16 queries, pages of 16": (attend(M=16, page=16), "sm_90", 16),
     "512 queries": (attend(M=512, page=64), "sm_90", 0),
     "float8": (attend(storage=F8, page=16), "sm_90", 0),
     "fp32": (attend(dtype=torch.float32), "sm_90", 0),
@@ -83,6 +84,20 @@ VARIANTS: dict[str, tuple[Callable[[], None], str, int]] = {
 def test_kernels_compile_and_fit(name: str, target: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(choice, "triton_problem", lambda device: "")
     check(name, target)
+
+
+@pytest.mark.parametrize(("D", "E", "is_wide"), [(59, 37, False), (64, 64, True)])
+def test_rows_that_begin_anywhere_are_read_by_element(
+    D: int, E: int, is_wide: bool, monkeypatch: Any
+) -> None:
+    """A wide copy of a row of an odd head dim, in small pages, would begin where none may."""
+    monkeypatch.setattr(choice, "triton_problem", lambda device: "")
+    cache = tw.KVCache.allocate(2, 256, 1, D, E, page_size=16)
+    with recorded("sm_90") as launches:
+        q = torch.zeros(2, 2, 7, D, dtype=BF16)
+        tw.attention_with_cache(q, cache, mask=tw.causal(), backend="triton")
+    text = compiled_text(launches[0], "sm_90", "ptx")
+    assert ("cp.async.cg.shared" in text or "cp.async.ca.shared" in text) == is_wide
 
 
 def test_float8_compiles_where_bf16_does_not_come_of_fp16() -> None:

@@ -10,6 +10,7 @@ which for caches of a GB is 4.4.
     pages of 1                               64 4 3 2  4.22   128 8 3 1  3.34
     64 heads on 8, B 128 N 4k               128 4 3 1  4.36   128 8 3 1  4.33    64 4 3 2  4.29
     64 heads on 1, B 16 N 32k (4.22)         64 4 5 1  3.51   128 4 3 1  3.51    64 4 3 2  3.44
+    32 heads on 8, B 16 N 8k, 16 queries    128 4 3 1  3.91    64 4 5 1  3.82    64 4 3 2  3.21
     32 heads on 8, B 1 N 8k (2.80)          128 4 3 1  1.94    64 4 6 1  1.81    64 4 3 2  1.66
 """
 
@@ -134,6 +135,7 @@ def _many_rows(key: Key, block_m: int) -> SplitConfig:
         return SplitConfig(Config(block_m, block_n // 2, 8, 2), 1)
     bytes_of_key = key.storage.itemsize * (key.dim + key.value_dim)
     if block_m == 64 and key.dim == 128 and block_n * bytes_of_key == _STAGE // 2:
+        # 128 keys are 2 % faster for 16 queries, and spill.
         return SplitConfig(Config(block_m, block_n, 4, 5), 1)
     if block_m == 64:
         return SplitConfig(Config(block_m, block_n, 4, 3), 2 if widest <= 128 else 1)

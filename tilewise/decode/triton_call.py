@@ -89,8 +89,8 @@ class SplitCall:
         self.q = call.q if call.q.dim() == 4 else call.q.unsqueeze(0)
         if self.q.stride(-1) != 1:
             self.q = self.q.contiguous()
-        # Exact products of fp32 hold a whole row in registers.
-        self.widest = 32 if call.q.dtype == torch.float32 and not self._is_interpreted else 512
+        # Sums of fp32 are short, see `triton_split_kv._added`.
+        self.widest = 16 if call.q.dtype == torch.float32 and not self._is_interpreted else 512
         self.is_shared = shares_storage(call, self.widest)
         self.key = Key(
             call.q.dtype,
@@ -222,7 +222,11 @@ class SplitCall:
         # The stride of one slot alone says nothing.
         if not cache.is_paged or P == 1 or P % block_n == 0 or R * P >= 1 << 31:
             return False
-        return all(x.stride(0) == P * x.stride(1) for x in (cache.k, cache.v))
+        # Triton 3.6 takes `P page + slot` for a multiple of P, and so what it is multiplied by has
+        # to be one of 16 itself.
+        return all(
+            x.stride(0) == P * x.stride(1) and x.stride(1) % 16 == 0 for x in (cache.k, cache.v)
+        )
 
     def build(self, scales: int) -> CacheBuild:
         call, launch_config = self.call, self.config.launch

@@ -22,8 +22,7 @@ from ..kernels.structs import decode
 from ..kernels.tiles import (
     _start,
     clean_rows,
-    dot_add,
-    dot_rows,
+    dot,
     scale_tile,
     zero_tile,
 )
@@ -207,6 +206,34 @@ def _visible(place, seq, rows, bits, n, BUILD: tl.constexpr):
 
 
 @triton.jit
+def _added(a, b, acc, BUILD: tl.constexpr):
+    """acc + a b. A product of fp32 is summed by itself first: exact products are added one after
+    the other, and a long sum loses what several short ones keep."""
+    if (a.dtype == tl.float32) & (BUILD.precision == "ieee"):
+        # A number that is not 0 keeps the compiler from summing into acc all the same.
+        return acc + tl.dot(a, b, input_precision="ieee", max_num_imprecise_acc=1)
+    else:
+        return dot(a, b, acc, BUILD)
+
+
+@triton.jit
+def _scores(q_tile, k_tile, DIMS: tl.constexpr, BUILD: tl.constexpr):
+    product = dot(q_tile[0], tl.trans(k_tile[0]), None, BUILD)
+    for i in tl.static_range(1, len(DIMS) - 1):
+        product = _added(q_tile[i], tl.trans(k_tile[i]), product, BUILD)
+    return product
+
+
+@triton.jit
+def _add_values(p, v_tile, acc, VALUE_DIMS: tl.constexpr, BUILD: tl.constexpr):
+    p = p.to(v_tile[0].dtype)
+    total = ()
+    for i in tl.static_range(len(VALUE_DIMS) - 1):
+        total = total + (_added(p, v_tile[i], acc[i], BUILD),)
+    return total
+
+
+@triton.jit
 def load_queries(q, seq, rows, IS_PACKED: tl.constexpr, DIMS: tl.constexpr):
     return load_rows(q.ptr, row_offsets(q, seq, rows, IS_PACKED), rows.owned, DIMS)
 
@@ -270,7 +297,7 @@ def _segment(
         if BUILD.scales != NONE:
             k_tile = _convert(k_tile, DTYPE, DIMS)
             v_tile = _convert(v_tile, DTYPE, VALUE_DIMS)
-        s = dot_rows(q_tile, k_tile, DIMS, BUILD)
+        s = _scores(q_tile, k_tile, DIMS, BUILD)
         if BUILD.scales == TOKEN:
             slot = n
             if BUILD.page > 0:
@@ -303,7 +330,7 @@ def _segment(
                 rescale = rescale / power
             p = p * v_scale[None, :]
         acc = scale_tile(acc, rescale[:, None], VALUE_DIMS)
-        acc = dot_add(p, v_tile, acc, VALUE_DIMS, BUILD)
+        acc = _add_values(p, v_tile, acc, VALUE_DIMS, BUILD)
         if (BUILD.scales == TOKEN) & IS_FP16:
             acc = scale_tile(acc, power, VALUE_DIMS)
         if BUILD.page > 0:
