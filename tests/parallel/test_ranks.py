@@ -251,12 +251,12 @@ def test_unshard_and_its_gradient(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "heads", "mesh", "name"),
     [
-        (2, (4, 2), None, "all_gather"),
+        (2, (4, 2), None, "ring"),
         (8, (8, 8), None, "ulysses"),
         (4, (4, 4), (2, 2), "usp"),
-        (1, (4, 2), None, "all_gather"),
+        (1, (4, 2), None, "ring"),
         # Half of the ranks would have no head.
-        (4, (2, 2), None, "all_gather"),
+        (4, (2, 2), None, "ring"),
         # Three rounds of heads for two and a half.
         (3, (8, 8), None, "ulysses"),
     ],
@@ -270,7 +270,7 @@ def test_auto_decides_by_bytes_and_says_why(
         assert reason
         assert name not in rejected
         if name == "ulysses":
-            assert received["ulysses"] < received["all_gather"]
+            assert received["ulysses"] < received["ring"]
 
 
 def chosen(tokens: int, heads: tuple[int, int], ranks: int, has_grad: bool, why: str = "") -> Any:
@@ -282,7 +282,7 @@ def chosen(tokens: int, heads: tuple[int, int], ranks: int, has_grad: bool, why:
 
 def test_many_ranks_ring() -> None:
     found = chosen(512, (32, 8), 4, has_grad=False)
-    assert found.name == "all_gather" and found.rejected["ulysses"] == "it moves no fewer bytes"
+    assert found.name == "ring" and found.rejected["ulysses"] == "it moves no fewer bytes"
     assert "all_gather receives 6.291 MB a rank, forward; predicted" in str(found)
     # Gradients of keys travel in fp32, those of heads in the inputs' dtype.
     found = chosen(512, (32, 8), 4, has_grad=True)
@@ -300,9 +300,7 @@ def test_auto_takes_no_schedule_that_the_plan_finds_slower(heads: tuple[int, int
     for ranks in (8, 16, 32, 64):
         seconds = {row.schedule: row.seconds for row in plan if row.ranks == ranks}
         name = chosen(8192, heads, ranks, has_grad=True).name
-        # Up to eight ranks a gather stands for the ring: the plan leaves launches and merges out.
-        other = "all_gather" if ranks <= 8 else "ring"
-        fastest = min((other, "ulysses"), key=lambda n: seconds.get(n, float("inf")))
+        fastest = min(("ring", "ulysses"), key=lambda n: seconds.get(n, float("inf")))
         assert name == fastest
 
 
