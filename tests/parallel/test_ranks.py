@@ -318,7 +318,7 @@ def test_the_reasons_of_a_call_with_all_its_arguments() -> None:
     for options in ({}, {"mask": tw.causal(), "softcap": 2.0, "sinks": torch.zeros(8)}):
         names = RANKS.run(3, jobs.explained_with, way, (8, 8), options)
         assert names == ["ulysses"] * 3
-    assert RANKS.run(3, jobs.explained_with, way, (8, 8), {"dropout_p": 0.5}) == ["all_gather"] * 3
+    assert RANKS.run(3, jobs.explained_with, way, (8, 8), {"dropout_p": 0.5}) == ["ring"] * 3
     with pytest.raises(RankError, match="softcap") as caught:
         RANKS.run(3, jobs.explained_with, way, (8, 8), {"softcap": -2.0})
     assert caught.value.kinds == dict.fromkeys(range(3), "ValueError")
