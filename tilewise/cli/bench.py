@@ -237,6 +237,7 @@ def _shape(row: Row) -> str:
 
 
 def _print_result(result: Result) -> None:
+    from ..bench.environment import describe_busy
     from ..bench.peers import MISSING
     from ..bench.run import COLUMNS, describe_row
     from . import console
@@ -255,6 +256,8 @@ def _print_result(result: Result) -> None:
         console.print_line(f"REFUSED {row.contestant} on {row.case}: {row.note}")
     for name, why in MISSING.items():
         console.print_line(f"Not in the table: {name}: {why}.")
+    if busy := describe_busy(result.header):
+        console.print_line(busy)
 
 
 def print_gpu_result(result: GpuResult) -> None:
