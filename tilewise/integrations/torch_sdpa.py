@@ -55,7 +55,7 @@ def activate() -> None:
     if not torch.cuda.is_available():
         raise RuntimeError(
             "activate: SDPA's flash implementation can be replaced on CUDA only, and PyTorch sees "
-            "no CUDA GPU here; call tilewise.attention instead."
+            "no CUDA GPU here; scaled_dot_product_attention of this module runs on any device."
         )
     torch_attention.register_flash_attention_impl(NAME, register_fn=lambda: Overrides("CUDA"))
     torch_attention.activate_flash_attention_impl(NAME)
