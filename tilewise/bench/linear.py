@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .. import catalog
 from ..core.tolerance import measure_budget
+from ..dense.budget import Case
 from ..linear import api
-from ..linear.budget import Case
 
 VERIFIED_LENGTH = 150
 _GATED = ("simple_gla", "gla", "gated_delta_rule", "kda")

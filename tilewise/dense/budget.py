@@ -25,7 +25,7 @@ from .reference import attention_eager, sequences, softmax
 
 @dataclass
 class Case:
-    """One call of a dense op.
+    """One call of an op.
 
     tensors: the floating arguments by name, each of which gets a gradient.
     options: the others. seed: torch's seed at the call, so that dropout is the same in each form.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.shapes import accumulator_of
-from .budget import Case
+from ..dense.budget import Case
 
 # B, M, H, G, D, E; packed: B sequences in M tokens.
 Shape = tuple[int, int, int, int, int, int]
