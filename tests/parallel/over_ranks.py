@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from tests.parallel.ranks import POOLS, Job, Rank, Ranks
+from tilewise.core.case import Case
 from tilewise.core.philox import draw_rng
 from tilewise.core.tolerance import BudgetReport, assert_within_budget
 from tilewise.dense import budget
-from tilewise.dense.budget import Case
 from tilewise.parallel import comm, prepare, zigzag
 from tilewise.parallel.agree import Memo
 from tilewise.parallel.layout import Layout

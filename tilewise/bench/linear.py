@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import catalog
+from ..core.case import Case
 from ..core.tolerance import measure_budget
-from ..dense.budget import Case
 from ..linear import api
 
 VERIFIED_LENGTH = 150

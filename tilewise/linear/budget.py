@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..dense.budget import Case
+from ..core.case import Case
 from . import api
 from .inputs import Inputs
 from .reference import linear_reference
