@@ -121,6 +121,7 @@ class TritonCall:
         self.is_reusable = is_placed and all(x is None for x in extras)
         self.is_reusable = self.is_reusable and self.mask_kind == _BAND
         self._plans: dict[Any, Plan] = {}
+        self._tables: dict[tuple[int, int], Tensor | None] = {}
         self._builds: dict[Any, Build] = {}
         self._compiled: dict[Any, Any] = {}
         self._together: set[Any] = set()
@@ -136,7 +137,7 @@ class TritonCall:
         self.tensors = ()
         self.__dict__.pop("qkv", None)
         if self.place_kind != UNIFORM:
-            self._plans = {}
+            self._plans, self._tables = {}, {}
 
     def on(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[Tensor | None] = ()
@@ -150,7 +151,7 @@ class TritonCall:
         if lengths:
             named: dict[str, Any] = dict(zip(LENGTHS, lengths, strict=True))
             positions = replace(positions, **named)
-            other._plans = {}
+            other._plans, other._tables = {}, {}
         other.piece = replace(self.piece, q=q, k=k, v=v, positions=positions)
         other.tensors = tuple(align_rows(x) for x in (q, k, v))
         other.__dict__.pop("qkv", None)
@@ -366,7 +367,7 @@ class TritonCall:
         found = self._plans.get(key)
         if found is not None:
             return found
-        table = write_table(self, config.block_m, config.block_n)
+        table = self._table(config.block_m, config.block_n)
         n_tiles = self.count_tiles(rows, block)
         mask = self._list(table, kernel, n_tiles, config)
         place = self._place(table, self.H, self.H // self.G, n_tiles)
@@ -374,6 +375,13 @@ class TritonCall:
         plan = Plan(n_tiles * heads * rows_of_tiles, Call(place, mask, self.terms))
         self._plans[key] = plan
         return plan
+
+    def _table(self, block_m: int, block_n: int) -> Tensor | None:
+        """Where sequences stand, once for all kernels of these tiles."""
+        tiles = block_m, block_n
+        if tiles not in self._tables:
+            self._tables[tiles] = write_table(self, *tiles)
+        return self._tables[tiles]
 
     # ------------------------------------------------------------ masks
 
