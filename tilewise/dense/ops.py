@@ -161,7 +161,8 @@ def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor,
             from . import tiled_forward
 
             out, lse = tiled_forward.attention_fwd(piece, out_dtype, hands_over=name == "tiled")
-    return (out, lse) if q.dim() == 4 else (out.squeeze(0), lse.squeeze(0))
+    # In place, not as a view: autograd lets nobody change views that were made without it.
+    return (out, lse) if q.dim() == 4 else (out.squeeze_(0), lse.squeeze_(0))
 
 
 def _attention_bwd(

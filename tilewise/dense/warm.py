@@ -48,14 +48,19 @@ class Warm(NamedTuple):
             out, lse = self.forward.run(q, k, v)
             return out, lse
         call = self._packed(q, k, v, lengths)
-        named: dict[str, Any] = dict(zip(LENGTHS, lengths, strict=True))
-        check_contents(self.arguments._replace(**named), call.piece)
+        check_contents(self.arguments, call.piece)
         out, lse = self.forward.run(call.piece.q, call.piece.k, call.piece.v, call)
-        return out.squeeze(0), lse.squeeze(0)
+        # In place: a view made without gradients could not be changed in place by who learns.
+        return out.squeeze_(0), lse.squeeze_(0)
 
     def gradients(self, saved: Sequence[Any], dout: Tensor, dlse: Tensor | None) -> list[Tensor]:
         """Gradients of q, k and v. saved: q, k, v, out, lse, and lengths of a packed call."""
         q, k, v, out, lse = saved[:5]
+        if torch.compiler.is_compiling():
+            # Compiled autograd traces the backward of a call that was not compiled.
+            named: dict[str, Any] = dict(zip(LENGTHS, saved[5:], strict=False))
+            rest = (*self.arguments._replace(**named), [False] * 3)
+            return list(torch.ops.tilewise.attention_bwd(dout, dlse, out, lse, q, k, v, *rest)[:3])
         if len(saved) == 5:
             return self._gradients(self.forward.call.on(q, k, v), dout, dlse, out, lse)
         call = self._packed(q, k, v, saved[5:])
@@ -64,6 +69,9 @@ class Warm(NamedTuple):
         return [x.squeeze(0) for x in self._gradients(call, dout, dlse, out, lse)]
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[Tensor | None]) -> Any:
+        cu_q, cu_k, *used = lengths
+        # Self-attention: one packing serves queries and keys.
+        lengths = cu_q, cu_q if cu_k is None else cu_k, *used
         return self.forward.call.on(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), lengths)
 
     def _gradients(
@@ -130,21 +138,20 @@ def _key_of_place(placement: dict[str, Any]) -> tuple[Any, ...] | None:
 
 
 def lengths_of(placement: dict[str, Any]) -> tuple[Tensor | None, ...]:
-    """As `Warm.run` takes them."""
+    """As `Warm.run` takes them, and as given: what recomputes a cold call has to save as much."""
     if placement.get("cu_seqlens_q") is None:
         return ()
-    lengths = [placement.get(name) for name in LENGTHS]
-    # Self-attention: one packing serves queries and keys.
-    lengths[1] = lengths[0] if lengths[1] is None else lengths[1]
-    return tuple(lengths)
+    return tuple(placement.get(name) for name in LENGTHS)
 
 
 def _is_observed() -> bool:
-    """Whether something wants to see the registered op itself: a mode, a transform, a tangent."""
+    """Whether something wants to see the registered op itself: a mode, a transform, a tangent, a
+    trace."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
     )
 
 
