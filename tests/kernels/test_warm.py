@@ -169,6 +169,18 @@ def test_wrong_bounds_are_said_on_a_warm_call_too(wrong: tuple[int, ...]) -> Non
         attend_packed(packed(), bounds(*wrong))
 
 
+def test_how_long_sequences_may_be_tells_no_calls_apart() -> None:
+    """It differs from batch to batch."""
+    x, cu = packed(), bounds(0, 4, 9)
+    want = attend_packed(x, cu, max_seqlen_q=5)
+    for longest in ({}, {"max_seqlen_q": 9, "max_seqlen_k": 7}, {"max_seqlen_k": 5}):
+        assert torch.equal(attend_packed(x, cu, **longest), want)
+    assert len(warm._kept) == 1
+    for wrong in (4, -1, True, 5.0):
+        with pytest.raises(ValueError, match="max_seqlen_k"):
+            attend_packed(x, cu, max_seqlen_k=wrong)
+
+
 def test_nothing_of_a_packed_call_is_kept_alive() -> None:
     cu, x = bounds(0, 4, 9), [t.requires_grad_() for t in packed()]
     for _ in range(2):
@@ -185,11 +197,10 @@ def test_nothing_of_a_packed_call_is_kept_alive() -> None:
     [
         (bounds(0, 4, 9, 9), {}),
         (bounds(0, 4, 9).long(), {}),
-        (bounds(0, 4, 9), {"max_seqlen_q": 5}),
         (bounds(0, 4, 9), {"seqused_q": bounds(1, 2)}),
         (bounds(0, 0, 4, 4, 9, 9)[::2], {}),
     ],
-    ids=["more", "int64", "longest", "used", "stride"],
+    ids=["more", "int64", "used", "stride"],
 )
 def test_an_unlike_packed_call_is_another(cu: Tensor, options: dict[str, Any]) -> None:
     x = packed()
