@@ -1,0 +1,111 @@
+"""Latent attention over a cache on Hopper: what it takes, how its heads are grouped, its launch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.backends import hopper_problem
+from ..core.mask import UNBOUNDED
+from ..dense.choice import LEAST_SCALE
+from ..kernels.gluon import TensorDescriptor, gl
+from ..kernels.launch import Config
+from .cache import KVCache
+from .call import CacheCall
+from .config import SplitConfig
+from .hopper_mla import HALF, REST, ROWS, MlaBuild, _mla_cache_fwd_hopper_kernel
+from .triton_call import Forward, SplitCall, SplitMask
+
+_ROWS, _HALF, _REST = ROWS.value, HALF.value, REST.value
+BLOCK_N, SLOTS, KEPT = 32, 5, 3
+# At launch, of four warp groups; then of O and of the producer, which leaves 200 to P.
+_MOST, _REGISTERS = 128, (160, 24)
+
+
+def why_not_hopper(call: CacheCall) -> str:
+    """Why the kernel cannot run a call that Triton's can, as a verb phrase; empty where it can."""
+    q, cache = call.q, call.cache
+    D, E = cache.k.shape[3], cache.v.shape[3]
+    if not cache.is_latent or (D, E) != (2 * _HALF + _REST, 2 * _HALF):
+        return f"reads latent caches of {2 * _HALF} and {_REST} columns only"
+    if q.dtype not in (torch.float16, torch.bfloat16) or cache.k.dtype != q.dtype:
+        return f"computes float16 and bfloat16, got {q.dtype} over {cache.k.dtype}"
+    if cache.is_paged and cache.k.shape[1] % BLOCK_N:
+        return f"reads pages of multiples of {BLOCK_N} slots, got {cache.k.shape[1]}"
+    if not _is_copied_by_tma(cache.k):
+        return "reads caches whose rows begin at multiples of 16 bytes"
+    terms = call.terms
+    if terms.softcap is not None or terms.bias is not None or terms.alibi_slopes is not None:
+        return "adds no softcap, bias or ALiBi"
+    if terms.scale <= LEAST_SCALE:
+        return "takes scales that are not close to 0"
+    mask = SplitMask.of(call.mask)
+    if mask is None or mask.tree is not None:
+        return "takes windows and key ranges as masks"
+    return hopper_problem(q.device)
+
+
+def _is_copied_by_tma(k: Tensor) -> bool:
+    strides = [s for s, n in zip(k.stride()[:2], k.shape[:2], strict=True) if n > 1]
+    is_even = all(s > 0 and s * k.element_size() % 16 == 0 for s in strides)
+    return is_even and k.stride(3) == 1 and k.data_ptr() % 16 == 0 and k.numel() > 0
+
+
+def heads_together(H: int, queries: int) -> int:
+    """Of H heads, how many share a unit with all queries of a sequence; all where none fit."""
+    fitting = [n for n in range(1, H + 1) if H % n == 0 and n * queries <= _ROWS]
+    return max(fitting, default=H)
+
+
+class HopperSplit(SplitCall):
+    """The call as if each group of heads had a kv head of its own."""
+
+    def __init__(self, call: CacheCall, config: Config) -> None:
+        super().__init__(call)
+        queries = call.most_queries
+        # Sequences of packed queries differ: units one after the other keep all programs at work.
+        self.group = self.H if call.is_packed else heads_together(self.H, queries)
+        self.G = self.H // self.group
+        self.block_m = _ROWS
+        self.config = SplitConfig(config, 1)
+        self.rows_per_unit = max(1, min(_ROWS, queries * self.group))
+
+
+class MlaForward(Forward):
+    """A forward made ready, see `triton_call.Forward`."""
+
+    _kernel = _mla_cache_fwd_hopper_kernel
+
+    def __init__(
+        self, call: CacheCall, out: Tensor, lse: Tensor, block_n: int = BLOCK_N,
+        slots: int = SLOTS, kept: int = KEPT, registers: tuple[int, int] = _REGISTERS,
+    ) -> None:  # fmt: skip
+        super().__init__(HopperSplit(call, Config(_ROWS, block_n, 4, 1, _MOST)), out, lse)
+        mask, cache = SplitMask.of(call.mask), call.cache
+        assert mask is not None
+        has_start = mask.band.left < UNBOUNDED or mask.band.lows is not None
+        self._mla = MlaBuild(slots, kept, has_start or cache.starts is not None, registers)
+        k, D = cache.k, cache.k.shape[3]
+        # The stride of a dim of one may be anything, also what no descriptor takes.
+        strides = [s if n > 1 else D for n, s in zip(k.shape[:2], k.stride(), strict=False)]
+        shape, layouts = [*k.shape[:2], D], (_layout(_HALF), _layout(_REST))
+        self._described = [
+            (shape, [*strides, 1], [1, block_n, columns], layout)
+            for columns, layout in zip((_HALF, _REST), layouts, strict=True)
+        ]
+
+    def _arguments(
+        self, cache: KVCache, q: Any, k: Any, v: Any, out: Any, lse: Any, parts: Any, place: Any,
+        terms: Any, scales: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        keys, rest = (TensorDescriptor(cache.k, *x) for x in self._described)
+        scale, sinks = terms[0], terms[5]
+        return keys, rest, q, out, lse, parts, place, scale, sinks, self._build, self._mla
+
+
+@lru_cache
+def _layout(columns: int) -> Any:
+    return gl.NVMMASharedLayout(min(2 * columns, 128), 16, rank=3)
