@@ -1,57 +1,26 @@
-"""Latent attention over a cache on Hopper: what it takes, how its heads are grouped, its launch."""
+"""Latent attention over a cache on Hopper: how its heads are grouped, its launch."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..core.backends import hopper_problem
 from ..core.mask import UNBOUNDED
-from ..dense.choice import LEAST_SCALE
 from ..kernels.gluon import TensorDescriptor, gl
 from ..kernels.launch import Config
 from .cache import KVCache
 from .call import CacheCall
+from .choice import HOPPER_TILE
 from .config import SplitConfig
 from .hopper_mla import HALF, REST, ROWS, MlaBuild, _mla_cache_fwd_hopper_kernel
 from .triton_call import Forward, SplitCall, SplitMask
 
 _ROWS, _HALF, _REST = ROWS.value, HALF.value, REST.value
-BLOCK_N, SLOTS, KEPT = 32, 5, 3
+BLOCK_N, SLOTS, KEPT = HOPPER_TILE, 5, 3
 # At launch, of four warp groups; then of O and of the producer, which leaves 200 to P.
 _MOST, _REGISTERS = 128, (160, 24)
-
-
-def why_not_hopper(call: CacheCall) -> str:
-    """Why the kernel cannot run a call that Triton's can, as a verb phrase; empty where it can."""
-    q, cache = call.q, call.cache
-    D, E = cache.k.shape[3], cache.v.shape[3]
-    if not cache.is_latent or (D, E) != (2 * _HALF + _REST, 2 * _HALF):
-        return f"reads latent caches of {2 * _HALF} and {_REST} columns only"
-    if q.dtype not in (torch.float16, torch.bfloat16) or cache.k.dtype != q.dtype:
-        return f"computes float16 and bfloat16, got {q.dtype} over {cache.k.dtype}"
-    if cache.is_paged and cache.k.shape[1] % BLOCK_N:
-        return f"reads pages of multiples of {BLOCK_N} slots, got {cache.k.shape[1]}"
-    if not _is_copied_by_tma(cache.k):
-        return "reads caches whose rows begin at multiples of 16 bytes"
-    terms = call.terms
-    if terms.softcap is not None or terms.bias is not None or terms.alibi_slopes is not None:
-        return "adds no softcap, bias or ALiBi"
-    if terms.scale <= LEAST_SCALE:
-        return "takes scales that are not close to 0"
-    mask = SplitMask.of(call.mask)
-    if mask is None or mask.tree is not None:
-        return "takes windows and key ranges as masks"
-    return hopper_problem(q.device)
-
-
-def _is_copied_by_tma(k: Tensor) -> bool:
-    strides = [s for s, n in zip(k.stride()[:2], k.shape[:2], strict=True) if n > 1]
-    is_even = all(s > 0 and s * k.element_size() % 16 == 0 for s in strides)
-    return is_even and k.stride(3) == 1 and k.data_ptr() % 16 == 0 and k.numel() > 0
 
 
 def heads_together(H: int, queries: int) -> int:
