@@ -91,6 +91,8 @@ RECIPES = (
     Recipe("MHA, D 80", 2, shape=Shape(160, 3, 3, 80, 80)),
     Recipe("32 heads on one", 1, shape=Shape(160, 32, 1, 32, 32), page=16),
     Recipe("D 576, E 512", 1, shape=Shape(70, 4, 1, 576, 512), lengths=(70, 5), page=16),
+    Recipe("latent, 16 heads", 2, shape=Shape(96, 16, 1, 576, 512), lengths=(70, 5), page=32,
+           layout="latent"),
     Recipe("float8, scales [G]", 3, storage=_F8),
     Recipe("float8 e5m2, scales [B, G], pages", 3, storage=torch.float8_e5m2, page=16,
            layout="batch scales"),
@@ -139,7 +141,10 @@ def _draw(op: str, recipe: Recipe, dtype: torch.dtype, device: torch.device, see
         q = draw(sum(recipe.queries) + 2, shape.H, shape.D, dtype=dtype)
         q[-2:] = float("nan")
     cache = _cache(recipe, draw, recipe.storage or dtype)
-    options["cache"] = KVCache(**{name: x.to(device) for name, x in cache.tensors().items()})
+    moved = {name: x.to(device) for name, x in cache.tensors().items()}
+    if cache.is_latent:
+        moved["v"] = moved["k"][..., : shape.E]
+    options["cache"] = KVCache(**moved)
     tensors = {"q": q.to(device)}
     for name, size in recipe.tensors.items():
         x = draw(*size, dtype=accumulator_of(dtype)).to(device)
@@ -173,7 +178,7 @@ def _cache(recipe: Recipe, draw: Callable[..., Tensor], dtype: torch.dtype) -> K
     new = [draw(total, shape.G, x, dtype=torch.float32) for x in (shape.D, shape.E)]
     if dtype not in FLOAT8:
         new = [x.to(dtype) for x in new]
-    cache.append(*new, cu_seqlens=lengths)
+    cache.append(new[0], None if cache.is_latent else new[1], cu_seqlens=lengths)
     return cache
 
 
@@ -211,10 +216,16 @@ def _heads_first(cache: KVCache) -> KVCache:
     return cache
 
 
+def _latent(cache: KVCache) -> KVCache:
+    cache.v = cache.k[..., : cache.v.shape[3]]
+    return cache
+
+
 _LAYOUTS: dict[str, Callable[[KVCache], KVCache]] = {
     "batch_index": _with_rows,
     "left padding": _left_padded,
     "shuffled": _shuffled,
     "interleaved": _interleaved,
     "heads first": _heads_first,
+    "latent": _latent,
 }

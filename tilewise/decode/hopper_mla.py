@@ -23,13 +23,10 @@ Rows of the slot that no row of the unit sees may be NaN: whoever computes P wri
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from ..kernels.gluon import (
     FIRST_FREE,
     as_atoms,
     barrier_arrive,
-    barrier_sync,
     exp2_fast,
     fence_async_shared,
     flag_declare,
@@ -41,80 +38,35 @@ from ..kernels.gluon import (
     mbarrier,
     sum_in_thread,
     sync_partition,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ..kernels.softmax import join_sink, softmax_end
 from ..kernels.structs import decode
-from .triton_plan import n_sequences, sequence_of, share_of, work_of
+from .hopper_mla_producer import (
+    EVERYONE,
+    HALF,
+    PIECE,
+    REST,
+    ROWS,
+    Rings,
+    advance,
+    find_share,
+    first_of_part,
+    leave_note,
+    load_partition,
+    row_offsets,
+    segment_of,
+    sequence,
+    unit_rows,
+)
 
-ROWS = gl.constexpr(64)
-# Columns: of half a value, and of what only keys have.
-HALF = gl.constexpr(256)
-REST = gl.constexpr(64)
-# Columns of Q that registers hold, or do not.
-PIECE = gl.constexpr(128)
 _FLAG = gl.constexpr("raised")
 # By how much a maximum may pass its reference, in log2 units; the same as PTX writes it.
 _LIMIT = gl.constexpr(8.0)
 _LIMIT_PTX = gl.constexpr("0f41000000")
 # The reference of a row that has none: far below any score, and finite, so that nothing is NaN.
 _NO_REFERENCE = gl.constexpr(-3.0e38)
-# Who waits for an empty slot, and who arrives there.
-_EVERYONE = gl.constexpr(2 * 128 + 32)
-
-
-class MlaBuild(NamedTuple):
-    """slots: tiles in shared memory. kept: pieces of Q in registers. has_start: rows may not see the first keys. registers: of the
-    groups of O, of the producer; what they leave belongs to the group of P."""
-
-    slots: int
-    kept: int
-    has_start: bool
-    registers: tuple[int, int]
-
-
-class Rings(NamedTuple):
-    """Shared memory by slot. q: what registers do not hold. latent: two halves a slot. weights: P. raised: whether a reference
-    was raised. shrink: what O is multiplied by then. last: at the unit's end."""
-
-    q: Any
-    latent: Any
-    rest: Any
-    weights: Any
-    raised: Any
-    shrink: Any
-    last: Any
-    k_full: Any
-    p_full: Any
-
-
-class Share(NamedTuple):
-    """What is left to a program: the next quantum among all of the batch, its sequence, unit and
-    number there, and how many there are. team, group: who the program is."""
-
-    flat: Any
-    b: Any
-    tile: Any
-    chunk: Any
-    left: Any
-    team: Any
-    group: Any
-
-
-class Segment(NamedTuple):
-    """Part of a unit. count: of its quanta, 0 where there is nothing. is_whole: all of them.
-    t0, t1: key tiles. start, stop: what some row sees; whole_start, whole_stop: what all do."""
-
-    count: Any
-    is_whole: Any
-    t0: Any
-    t1: Any
-    start: Any
-    stop: Any
-    whole_start: Any
-    whole_stop: Any
 
 
 @gluon.constexpr_function
@@ -122,155 +74,6 @@ def _accumulator(columns):
     # More in one instruction would need more registers than a program of four warp groups starts
     # with, whatever they share out later.
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(columns, 128), 16])
-
-
-# ---------------------------------------------------------------- who works on what
-
-
-@gluon.jit
-def _find_share(place, parts, BUILD: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    groups = decode(place.G)
-    team = gl.program_id(0) // groups
-    group = gl.program_id(0) % groups
-    lanes = gl.arange(0, BUILD.block_b, layout=LAYOUT)
-    flat, end, b, first, total, n_teams = share_of(
-        place, team, gl.num_programs(0) // groups, lanes, BUILD
-    )
-    if not BUILD.is_fixed:
-        if group == 0:
-            note = parts.notes + team * 8
-            gl.store(note, flat)
-            gl.store(note + 1, end)
-            gl.store(note + 2, total)
-            gl.store(note + 3, n_teams.to(gl.int64))
-            gl.store(note + 4, flat * 0)
-    work = work_of(place, sequence_of(place, b, b < n_sequences(place), BUILD), BUILD)
-    inside = (flat - first).to(gl.int32)
-    left = gl.minimum(end - flat, 1 << 30).to(gl.int32)
-    return Share(flat, b, inside // work.quanta, inside % work.quanta, left, team, group)
-
-
-@gluon.jit
-def _sequence(place, share, BUILD: gl.constexpr):
-    return sequence_of(place, share.b, share.b < n_sequences(place), BUILD)
-
-
-@gluon.jit
-def _segment(place, share, seq, BUILD: gl.constexpr):
-    BLOCK_N: gl.constexpr = BUILD.block_n
-    work = work_of(place, seq, BUILD)
-    count = gl.minimum(work.quanta - share.chunk, share.left)
-    if BUILD.is_fixed:
-        count = gl.minimum(count, 1)
-    count = gl.where(share.tile < work.n_units, count, 0)
-    m_first = share.tile * ROWS // BUILD.group
-    m_last = gl.minimum(((share.tile + 1) * ROWS - 1) // BUILD.group, seq.q_used - 1)
-    start = gl.maximum(seq.low, m_first + seq.left)
-    stop = gl.minimum(seq.high, m_last + seq.right + 1)
-    stop = gl.where(m_last >= m_first, stop, start)
-    quantum = decode(place.quantum)
-    t0 = work.begin + share.chunk * quantum
-    t1 = gl.minimum(t0 + count * quantum, gl.cdiv(stop, BLOCK_N))
-    t0 = gl.maximum(t0, start // BLOCK_N)
-    return Segment(
-        count, count == work.quanta, t0, gl.maximum(t0, t1), start, stop,
-        gl.maximum(seq.low, m_last + seq.left),
-        gl.minimum(seq.high, m_first + seq.right + 1),
-    )  # fmt: skip
-
-
-@gluon.jit
-def _advance(place, share, seq, segment, BUILD: gl.constexpr):
-    """The share after a segment of it."""
-    work = work_of(place, seq, BUILD)
-    count = segment.count
-    ends_unit = share.chunk + count >= work.quanta
-    goes_on = (ends_unit & (share.tile + 1 >= work.n_units)) | (count == 0)
-    tile = gl.where(goes_on, 0, share.tile + gl.where(ends_unit, 1, 0))
-    chunk = gl.where(goes_on | ends_unit, 0, share.chunk + count)
-    return Share(
-        share.flat + count, share.b + gl.where(goes_on, 1, 0), tile, chunk, share.left - count,
-        share.team, share.group,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _part(place, parts, share, BUILD: gl.constexpr):
-    """The first row of the part that a segment is."""
-    # Where offsets of queries are not what they should be there are units beyond.
-    slot = gl.minimum(share.flat, decode(parts.slots) - 1)
-    if not BUILD.is_fixed:
-        slot = share.team.to(gl.int64) * 2 + gl.where(share.chunk == 0, 1, 0)
-    return (slot * decode(place.G) + share.group) * ROWS
-
-
-@gluon.jit
-def _rows(share, LAYOUT: gl.constexpr, BUILD: gl.constexpr):
-    """The query and the head of each row."""
-    x = share.tile * ROWS + gl.arange(0, ROWS, layout=LAYOUT)
-    return x // BUILD.group, share.group * BUILD.group + x % BUILD.group
-
-
-@gluon.jit
-def _row_offsets(x, seq, m, h, IS_PACKED: gl.constexpr):
-    """Where rows begin in q or out."""
-    offsets = (seq.q_first + m).to(gl.int64) * x.stride_m + h.to(gl.int64) * x.stride_h
-    if not IS_PACKED:
-        offsets += seq.batch.to(gl.int64) * x.stride_b
-    return offsets
-
-
-# ---------------------------------------------------------------- producer
-
-
-@gluon.jit
-def _load_partition(
-    k_desc, rest_desc, rings, place, share, BUILD: gl.constexpr, MLA: gl.constexpr
-):  # fmt: skip
-    SLOTS: gl.constexpr = MLA.slots
-    BLOCK_N: gl.constexpr = BUILD.block_n
-    BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + rest_desc.block_type.nbytes
-    it = 0
-    while share.left > 0:
-        seq = _sequence(place, share, BUILD)
-        segment = _segment(place, share, seq, BUILD)
-        # Looked up one tile ahead, so that no copy waits for its table.
-        row = _row_of_tile(place, seq.index, segment.t0, BUILD)
-        for t in range(segment.t0, segment.t1):
-            slot = it % SLOTS
-            next_row = _row_of_tile(place, seq.index, t + 1, BUILD)
-            n = t * BLOCK_N
-            if BUILD.page > 0:
-                n = n % BUILD.page
-            if it >= SLOTS:
-                barrier_sync(FIRST_FREE + slot, _EVERYONE, 1)
-            full = rings.k_full.index(slot)
-            mbarrier.expect(full, BYTES)
-            tma_load(k_desc, [row, n, 0], full, rings.latent.index(2 * slot))
-            tma_load(k_desc, [row, n, HALF], full, rings.latent.index(2 * slot + 1))
-            tma_load(rest_desc, [row, n, 2 * HALF], full, rings.rest.index(slot))
-            row = next_row
-            it += 1
-        share = _advance(place, share, seq, segment, BUILD)
-    # Meet the arrivals that no later copy waits for.
-    for i in range(gl.maximum(it - SLOTS, 0), it):
-        barrier_sync(FIRST_FREE + i % SLOTS, _EVERYONE, 1)
-
-
-@gluon.jit
-def _row_of_tile(place, b, t, BUILD: gl.constexpr):
-    """The row or page of a tile's keys, inside what there is, whatever the tables hold."""
-    is_real = b < decode(place.B)
-    row = b
-    if BUILD.page > 0:
-        # A tile of a sequence is never behind its last page, but the next one may be.
-        column = gl.minimum(t * BUILD.block_n // BUILD.page, decode(place.width_in_use) - 1)
-        at = place.table + b.to(gl.int64) * decode(place.width) + column
-        row = gl.load(at, mask=is_real & (column >= 0), other=0)
-    elif place.rows is not None:
-        row = gl.load(place.rows + b, mask=is_real, other=0)
-    return gl.minimum(gl.maximum(row, 0), decode(place.storage) - 1).to(gl.int32)
 
 
 # ---------------------------------------------------------------- P
@@ -284,18 +87,17 @@ def _weights_partition(
     ACC: gl.constexpr = _accumulator(BLOCK_N)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     IS_PACKED: gl.constexpr = place.cu_q is not None
-    DTYPE: gl.constexpr = rings.latent.dtype
     flag_declare(_FLAG, gl.program_id(0))
     it = 0
     while share.left > 0:
-        seq = _sequence(place, share, BUILD)
-        segment = _segment(place, share, seq, BUILD)
+        seq = sequence(place, share, BUILD)
+        segment = segment_of(place, share, seq, BUILD)
         if segment.count > 0:
             if not BUILD.is_fixed:
-                _leave_note(place, parts, share, seq, segment, BUILD)
-            m, h = _rows(share, ROW, BUILD)
+                leave_note(place, parts, share, seq, segment, BUILD)
+            m, h = unit_rows(share, ROW, BUILD)
             owned = m < seq.q_used
-            base = _row_offsets(q, seq, m, h, IS_PACKED)
+            base = row_offsets(q, seq, m, h, IS_PACKED)
             q_tile = _load_queries(q.ptr, base, owned, rings, MLA)
             start = gl.maximum(m + seq.left, seq.low)
             stop = gl.where(owned, gl.minimum(m + seq.right + 1, seq.high), 0)
@@ -307,10 +109,11 @@ def _weights_partition(
                 )
                 if t + 1 == segment.t1:
                     _leave_last(rings, it, sums, ref, sinks, h, segment, MLA)
-                sync_partition()
-                mbarrier.arrive(rings.p_full.index(it % MLA.slots), count=1)
+                if not MLA.is_late or t + 1 == segment.t1:
+                    sync_partition()
+                    mbarrier.arrive(rings.p_full.index(it % MLA.slots), count=1)
                 it += 1
-            m, h = _rows(share, ROW, BUILD)
+            m, h = unit_rows(share, ROW, BUILD)
             total = gl.convert_layout(gl.sum(sums, 1), ROW)
             if segment.is_whole:
                 if lse.ptr is not None:
@@ -319,22 +122,11 @@ def _weights_partition(
                         row_lse, _ = join_sink(row_lse, gl.load(sinks + h).to(gl.float32))
                     _store_lse(lse, seq, m, h, row_lse)
             else:
-                part = _part(place, parts, share, BUILD) + gl.arange(0, ROWS, layout=ROW)
+                part = first_of_part(place, parts, share, BUILD) + gl.arange(0, ROWS, layout=ROW)
                 top = gl.where(total > 0.0, ref, float("-inf"))
                 gl.store(parts.state + part * 2, top)
                 gl.store(parts.state + part * 2 + 1, total)
-        share = _advance(place, share, seq, segment, BUILD)
-
-
-@gluon.jit
-def _leave_note(place, parts, share, seq, segment, BUILD: gl.constexpr):
-    """Of a unit that is begun here and left to others to finish."""
-    quanta = work_of(place, seq, BUILD).quanta
-    if (share.chunk == 0) & (segment.count < quanta) & (share.group == 0):
-        note = parts.notes + share.team * 8
-        gl.store(note + 4, share.flat + quanta)
-        gl.store(note + 5, share.b.to(gl.int64))
-        gl.store(note + 6, share.tile.to(gl.int64))
+        share = advance(place, share, seq, segment, BUILD)
 
 
 @gluon.jit
@@ -424,6 +216,9 @@ def _weigh(
     top = gl.max(s, 1) * scale
     # It is a barrier too: past it no warp reads the tile any more.
     flag_vote(_FLAG, 0, top - ref, _LIMIT_PTX)
+    if MLA.is_late:
+        if t > segment.t0:
+            mbarrier.arrive(rings.p_full.index((it - 1) % MLA.slots), count=1)
     raised = flag_read(_FLAG, it)
     if raised != 0:
         new = gl.where(top - ref >= _LIMIT, top, ref)
@@ -497,8 +292,8 @@ def _values_partition(
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     it = 0
     while share.left > 0:
-        seq = _sequence(place, share, BUILD)
-        segment = _segment(place, share, seq, BUILD)
+        seq = sequence(place, share, BUILD)
+        segment = segment_of(place, share, seq, BUILD)
         if segment.count > 0:
             acc = gl.zeros([ROWS, HALF], gl.float32, ACC)
             factor = gl.full([ROWS], 0.0, gl.float32, ROW)
@@ -512,13 +307,16 @@ def _values_partition(
                 # Of the last tile alone it means something.
                 factor = rings.last.index(slot).load(ROW)
                 acc = warpgroup_mma_wait(0, [acc])
-                barrier_arrive(FIRST_FREE + slot, _EVERYONE, 4)
+                barrier_arrive(FIRST_FREE + slot, EVERYONE, 4)
                 it += 1
+            # Once more, for they would have taken registers from the loop.
+            seq = sequence(place, share, BUILD)
+            segment = segment_of(place, share, seq, BUILD)
             # Without a tile O is 0, whatever it is multiplied by.
             _store_values(
                 acc * factor[:, None], out, parts, place, share, seq, segment.is_whole, SIDE, BUILD
             )
-        share = _advance(place, share, seq, segment, BUILD)
+        share = advance(place, share, seq, segment, BUILD)
 
 
 @gluon.jit
@@ -529,13 +327,13 @@ def _store_values(
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     IS_PACKED: gl.constexpr = place.cu_q is not None
     columns = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ACC))
-    m, h = _rows(share, ROW, BUILD)
+    m, h = unit_rows(share, ROW, BUILD)
     mask = (m < seq.q_stored)[:, None] & (columns >= 0)[None, :]
     if is_whole:
-        at = (out.ptr + _row_offsets(out, seq, m, h, IS_PACKED))[:, None] + columns[None, :]
+        at = (out.ptr + row_offsets(out, seq, m, h, IS_PACKED))[:, None] + columns[None, :]
         gl.store(at, acc.to(out.ptr.dtype.element_ty), mask=mask)
     else:
-        part = _part(place, parts, share, BUILD) + gl.arange(0, ROWS, layout=ROW)
+        part = first_of_part(place, parts, share, BUILD) + gl.arange(0, ROWS, layout=ROW)
         gl.store((parts.out + part * (2 * HALF))[:, None] + columns[None, :], acc, mask=mask)
 
 
@@ -570,7 +368,7 @@ def _mla_cache_fwd_hopper_kernel(
         mbarrier.init(p_full.index(i), count=1)
     fence_async_shared()
     rings = Rings(q_tile, latent, rest, weights, raised, shrink, last, k_full, p_full)
-    share = _find_share(place, parts, BUILD)
+    share = find_share(place, parts, BUILD)
     OF_VALUES: gl.constexpr = MLA.registers[0]
     OF_PRODUCER: gl.constexpr = MLA.registers[1]
     gl.warp_specialize(
@@ -578,7 +376,7 @@ def _mla_cache_fwd_hopper_kernel(
             (_weights_partition, (q, rings, lse, parts, place, scale, sinks, share, BUILD, MLA)),
             (_values_partition, (rings, out, parts, place, share, 0, BUILD, MLA)),
             (_values_partition, (rings, out, parts, place, share, 1, BUILD, MLA)),
-            (_load_partition, (k_desc, rest_desc, rings, place, share, BUILD, MLA)),
+            (load_partition, (k_desc, rest_desc, rings, place, share, BUILD, MLA)),
         ],
         [4, 4, 1],
         [OF_VALUES, OF_VALUES, OF_PRODUCER],

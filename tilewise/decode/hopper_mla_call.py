@@ -14,7 +14,8 @@ from .cache import KVCache
 from .call import CacheCall
 from .choice import HOPPER_TILE
 from .config import SplitConfig
-from .hopper_mla import HALF, REST, ROWS, MlaBuild, _mla_cache_fwd_hopper_kernel
+from .hopper_mla import _mla_cache_fwd_hopper_kernel
+from .hopper_mla_producer import HALF, REST, ROWS, MlaBuild
 from .triton_call import Forward, SplitCall, SplitMask
 
 _ROWS, _HALF, _REST = ROWS.value, HALF.value, REST.value
@@ -50,13 +51,14 @@ class MlaForward(Forward):
 
     def __init__(
         self, call: CacheCall, out: Tensor, lse: Tensor, block_n: int = BLOCK_N,
-        slots: int = SLOTS, kept: int = KEPT, registers: tuple[int, int] = _REGISTERS,
+        slots: int = SLOTS, kept: int = KEPT, is_late: bool = False,
+        registers: tuple[int, int] = _REGISTERS,
     ) -> None:  # fmt: skip
         super().__init__(HopperSplit(call, Config(_ROWS, block_n, 4, 1, _MOST)), out, lse)
         mask, cache = SplitMask.of(call.mask), call.cache
         assert mask is not None
         has_start = mask.band.left < UNBOUNDED or mask.band.lows is not None
-        self._mla = MlaBuild(slots, kept, has_start or cache.starts is not None, registers)
+        self._mla = MlaBuild(slots, kept, is_late, has_start or cache.starts is not None, registers)
         k, D = cache.k, cache.k.shape[3]
         # The stride of a dim of one may be anything, also what no descriptor takes.
         strides = [s if n > 1 else D for n, s in zip(k.shape[:2], k.stride(), strict=False)]
