@@ -15,8 +15,8 @@ REGISTERS = 128
 # One for S, one in each of two groups for O. More is ptxas putting products one after the other,
 # for want of registers (its C7512).
 WAITS = 3
-# What a unit keeps for its end, and a few addresses of Q's loop.
-SPILLS = 240
+# What a unit keeps for its end, and where tiles are of 32 keys a few addresses of Q's loop.
+SPILLS, SPILLS_NARROW = 144, 240
 
 
 def latent(
@@ -38,14 +38,14 @@ def latent(
 
 
 VARIANTS: dict[str, Callable[[], None]] = {
-    "16 heads": latent(16),
     "128 heads, 2 queries": latent(128, 2),
     "contiguous, fp16": latent(16, page=None, dtype=torch.float16),
     "window, left padding, sinks": latent(
         32, 3, starts=True, mask=tw.window(50, 0), sinks=torch.zeros(32)
     ),
-    "packed": latent(16, 5, packed=True),
-    "batch invariant": latent(128, batch_invariant=True),
+    "pages of 32, packed, batch invariant": latent(
+        16, 5, page=32, packed=True, batch_invariant=True
+    ),
 }
 
 
@@ -61,6 +61,6 @@ def test_it_compiles_and_fits(name: str, monkeypatch: Any, record_property: Any)
     ])  # fmt: skip
     assert main.name == "mla_cache_fwd_hopper" and main.mma == "HGMMA"
     assert main.waits == WAITS and main.registers == REGISTERS
-    assert main.spills <= SPILLS
+    assert main.spills <= (SPILLS_NARROW if "32" in name else SPILLS)
     assert main.shared_bytes <= TARGETS["sm_90"].shared_kib * 1024
-    assert combine.name == "cache_combine" and combine.spills == 0
+    assert combine.name == "cache_combine" and combine.spills <= 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ CASES = (
     MlaCase("16 heads, ragged, contiguous", 16, lengths=_RAGGED, page=None),
     MlaCase("16 heads, ragged, pages of 64", 16, lengths=_RAGGED),
     MlaCase("16 heads, pages of 32", 16, page=32),
-    MlaCase("16 heads, pages of 160", 16, page=160),
     MlaCase("one head", 1),
     MlaCase("128 heads", 128, lengths=_RAGGED),
     MlaCase("128 heads, two queries", 128, 2, _RAGGED),
@@ -53,7 +52,6 @@ CASES = (
     MlaCase("40 heads, three queries, contiguous", 40, 3, page=None),
     MlaCase("7 heads, two queries, fp16", 7, 2, dtype=torch.float16),
     MlaCase("16 heads, 100 queries (more than keys)", 16, 100),
-    MlaCase("16 heads, 70 queries, contiguous", 16, 70, page=None),
     MlaCase("full", 24, 3, mask=tw.full),
     MlaCase("window(20, 0)", 16, 5, mask=lambda: tw.window(20, 0)),
     MlaCase("window(100, 0), contiguous", 128, 2, page=None, mask=lambda: tw.window(100, 0)),
@@ -69,9 +67,7 @@ CASES = (
     MlaCase("rising keys", 128, 2, growth=30.0),
     MlaCase("falling keys", 128, 2, growth=-30.0),
     MlaCase("rising keys, fp16", 128, 2, dtype=torch.float16, growth=30.0),
-    MlaCase("scale 0.5", 16, options={"scale": 0.5}),
     MlaCase("3 splits", 16, lengths=_RAGGED, options={"num_splits": 3}),
-    MlaCase("one split", 128, 2, options={"num_splits": 1}),
     MlaCase("batch invariant", 128, 2, _RAGGED, options={"batch_invariant": True}),
     MlaCase("mixed batch", 16, (1, 21, 0, 5, 1), (149, 90, 33, 3, 0)),
     MlaCase("mixed batch, 128 heads, window", 128, (1, 9, 0, 5, 1), (149, 90, 33, 3, 0),
@@ -79,10 +75,6 @@ CASES = (
     MlaCase("40 sequences", 16, 2, tuple(range(0, 120, 3))),
     MlaCase("1100 sequences", 2, 1, (1, 2, 0, 3) * 275),
 )  # fmt: skip
-
-
-def names() -> list[str]:
-    return [case.name for case in CASES]
 
 
 def draw(case: MlaCase, seed: int = 0) -> tuple[Tensor, tw.KVCache, dict[str, Any]]:
@@ -166,7 +158,7 @@ def call_of(q: Tensor, cache: tw.KVCache, options: dict[str, Any]) -> CacheCall:
 
 
 def held(case: MlaCase, seed: int = 0) -> None:
-    """The call on Hopper is within its budget, twice the same, cold and warm."""
+    """The call on Hopper is within its budget, cold and warm."""
     q, cache, options = draw(case, seed)
     call = call_of(q, cache, options)
     exact, eager = cache_reference(call), cache_eager(call)
@@ -177,13 +169,3 @@ def held(case: MlaCase, seed: int = 0) -> None:
     assert_lse_within_budget(got.lse.cpu(), exact.lse, q.dtype)
     again = tw.attention_with_cache_partial(q, cache, **options, backend="hopper")
     assert torch.equal(again.out, got.out) and torch.equal(again.lse, got.lse)
-    out = tw.attention_with_cache(q, cache, **options, backend="hopper")
-    assert torch.equal(out, got.out)
-
-
-def find(name: str) -> MlaCase:
-    return next(case for case in CASES if case.name == name)
-
-
-def longer(case: MlaCase, *lengths: int) -> MlaCase:
-    return replace(case, lengths=lengths)

@@ -11,9 +11,10 @@ Math: FlashDecoding with a reference in place of the maximum: P = 2^(scale S - r
     LIMIT, so that P stays below 2^LIMIT and sums are rarely scaled.
 Units: scores and references in log2 units; lse natural, fp32.
 
-Roles. One warp copies tiles of keys by TMA. One warp group, which holds Q in registers, computes S
-and P, and puts P into shared memory. Two warp groups hold 256 columns of O each and add P V. All
-count the same tiles of the same units, from the same numbers, so that every wait has its arrival:
+Roles. One warp copies tiles of keys by TMA. One warp group, which holds part of Q in registers,
+computes S and P, and puts P into shared memory. Two warp groups hold 256 columns of O each and add
+P V. All count the same tiles of the same units, from the same numbers, so that every wait has its
+arrival:
     slot: filled by the producer after `empty` (a named barrier: both groups of O have arrived there
         once for each time that it was filled), which completes `k_full` by TMA.
     P of a slot, and beside it what O has to be multiplied by, before and at the end: written after
@@ -109,9 +110,8 @@ def _weights_partition(
                 )
                 if t + 1 == segment.t1:
                     _leave_last(rings, it, sums, ref, sinks, h, segment, MLA)
-                if not MLA.is_late or t + 1 == segment.t1:
-                    sync_partition()
-                    mbarrier.arrive(rings.p_full.index(it % MLA.slots), count=1)
+                sync_partition()
+                mbarrier.arrive(rings.p_full.index(it % MLA.slots), count=1)
                 it += 1
             m, h = unit_rows(share, ROW, BUILD)
             total = gl.convert_layout(gl.sum(sums, 1), ROW)
@@ -216,9 +216,6 @@ def _weigh(
     top = gl.max(s, 1) * scale
     # It is a barrier too: past it no warp reads the tile any more.
     flag_vote(_FLAG, 0, top - ref, _LIMIT_PTX)
-    if MLA.is_late:
-        if t > segment.t0:
-            mbarrier.arrive(rings.p_full.index((it - 1) % MLA.slots), count=1)
     raised = flag_read(_FLAG, it)
     if raised != 0:
         new = gl.where(top - ref >= _LIMIT, top, ref)

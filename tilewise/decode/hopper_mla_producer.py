@@ -22,14 +22,12 @@ EVERYONE = gl.constexpr(2 * 128 + 32)
 
 
 class MlaBuild(NamedTuple):
-    """slots: tiles in shared memory. kept: pieces of Q in registers. is_late: P is handed over once
-    S of the next tile is there, so that O + P V runs beside the exponents of that tile and not
-    beside its products. has_start: rows may not see the first keys. registers: of the groups of O,
-    of the producer; what they leave belongs to the group of P."""
+    """slots: tiles in shared memory. kept: pieces of Q in registers. has_start: rows may not see
+    the first keys. registers: of the groups of O, of the producer; what they leave belongs to the
+    group of P."""
 
     slots: int
     kept: int
-    is_late: bool
     has_start: bool
     registers: tuple[int, int]
 
