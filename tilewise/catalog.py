@@ -81,7 +81,7 @@ def _cached(name: str) -> Op:
         floors="decode.budget:floors",
         cases="decode.cases:cases",
         takes="decode.budget:takes",
-        backends=("tiled", "triton"),
+        backends=("tiled", "triton", "hopper"),
         paper="PagedAttention, arXiv 2309.06180",
         has_gradients=False,
     )

@@ -16,10 +16,12 @@ from . import warm
 from .cache import KVCache as KVCache
 from .call import CacheCall, Splits, check_contents, make_call
 from .choice import choose, explain
-from .ops import flatten, run_triton
+from .ops import flatten, run_kernels
 from .rotary import Rotary as Rotary
 
 _FULL = full()
+# Backends whose calls may be warm; see `warm.py`.
+_KERNELS = ("auto", "triton", "hopper")
 
 
 def attention_with_cache(
@@ -65,7 +67,7 @@ def attention_with_cache(
         check: read lengths and indices and raise for what leaves the cache, which waits for a GPU;
             always done on the CPU and where TILEWISE_CHECK=1 is set. Unchecked kernels cut what
             leaves the cache to it.
-        backend: "auto", "triton", "tiled" or "reference"; a named one never falls back.
+        backend: "auto", "hopper", "triton", "tiled" or "reference"; a named one never falls back.
     Returns: `[B, M, H, E]` (packed `[T, H, E]`) in q's dtype. A query that sees no key gives 0.
     Raises: ValueError for what does not fit, NotImplementedError for what the backend cannot do,
         before anything is written.
@@ -76,8 +78,8 @@ def attention_with_cache(
     """
     given = warm.Given(cu_seqlens_q, alibi_slopes, sinks, out, False)
     key = None
-    if bias is None and not check and backend in ("auto", "triton"):
-        numbers = (scale, softcap, num_splits, batch_invariant, max_seqlen_q)
+    if bias is None and not check and backend in _KERNELS:
+        numbers = (scale, softcap, num_splits, batch_invariant, max_seqlen_q, backend)
         key = warm.key_of(q, cache, mask, given, *numbers)
         found = warm.find(key)
         if found is not None:
@@ -121,8 +123,8 @@ def attention_with_cache_partial(
     given = warm.Given(cu_seqlens_q, alibi_slopes, sinks, None, True)
     dtype = q.dtype if out_dtype is None and isinstance(q, Tensor) else out_dtype
     key = None
-    if bias is None and not check and backend in ("auto", "triton"):
-        numbers = (scale, softcap, num_splits, batch_invariant, max_seqlen_q, dtype)
+    if bias is None and not check and backend in _KERNELS:
+        numbers = (scale, softcap, num_splits, batch_invariant, max_seqlen_q, backend, dtype)
         key = warm.key_of(q, cache, mask, given, *numbers)
         found = warm.find(key)
         if found is not None:
@@ -221,8 +223,8 @@ def _attend(
     wide = accumulator_of(q.dtype)
     # An lse that nobody asks for has no element.
     lse = q.new_empty(lse_shape if given.wants_lse else (0,), dtype=wide)
-    if key is not None and name == "triton" and _is_reusable(call):
-        warm.keep(key, run_triton(call, out, lse))
+    if key is not None and name in _KERNELS and _is_reusable(call):
+        warm.keep(key, run_kernels(name, call, out, lse))
         return Partial(out, lse)
     torch.ops.tilewise.attention_with_cache_fwd(out, lse, q, *flatten(call), name)
     return Partial(out, lse)

@@ -13,7 +13,7 @@ from ..core.mask_leaves import full
 from ..core.partials import Partial
 from . import api
 from .call import CacheCall, Splits, make_call
-from .choice import why_not_triton
+from .choice import why_not_hopper, why_not_triton
 from .reference import cache_eager, cache_reference
 
 
@@ -33,7 +33,8 @@ def eager(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def takes(case: Case, backend: str) -> bool:
-    return backend != "triton" or not why_not_triton(_call(case, case.tensors))
+    why_not = {"triton": why_not_triton, "hopper": why_not_hopper}.get(backend)
+    return why_not is None or not why_not(_call(case, case.tensors))
 
 
 def floors(

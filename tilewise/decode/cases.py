@@ -97,6 +97,8 @@ RECIPES = (
     Recipe("float8, token scales, pages", 3, storage=_F8, page=16, token_scales=True),
     Recipe("float8, mixed batch, sinks", _MIXED, lengths=_MIXED_LENGTHS, storage=_F8, page=16,
            tensors={"sinks": (6,)}),
+    Recipe("latent, 16 heads", 2, shape=Shape(96, 16, 1, 576, 512), lengths=(70, 5), page=64,
+           layout="latent"),
 )  # fmt: skip
 
 
@@ -110,6 +112,7 @@ _OUT_ONLY = (
     "sinks",
     "batch invariant",
     "float8, token scales, pages",
+    "latent, 16 heads",
 )
 
 
@@ -118,7 +121,9 @@ def cases(op: str, dtype: torch.dtype, device: torch.device) -> list[Case]:
     return [
         _draw(op, recipe, dtype, device, seed)
         for seed, recipe in enumerate(RECIPES)
-        if op.endswith("partial") or recipe.name in _OUT_ONLY
+        if (op.endswith("partial") or recipe.name in _OUT_ONLY)
+        # Latents are stored in 16 bits or 8.
+        and (recipe.layout != "latent" or dtype.itemsize == 2)
     ]
 
 
@@ -139,7 +144,10 @@ def _draw(op: str, recipe: Recipe, dtype: torch.dtype, device: torch.device, see
         q = draw(sum(recipe.queries) + 2, shape.H, shape.D, dtype=dtype)
         q[-2:] = float("nan")
     cache = _cache(recipe, draw, recipe.storage or dtype)
-    options["cache"] = KVCache(**{name: x.to(device) for name, x in cache.tensors().items()})
+    moved = {name: x.to(device) for name, x in cache.tensors().items()}
+    if cache.is_latent:
+        moved["v"] = moved["k"][..., : shape.E]
+    options["cache"] = KVCache(**moved)
     tensors = {"q": q.to(device)}
     for name, size in recipe.tensors.items():
         x = draw(*size, dtype=accumulator_of(dtype)).to(device)
@@ -173,7 +181,7 @@ def _cache(recipe: Recipe, draw: Callable[..., Tensor], dtype: torch.dtype) -> K
     new = [draw(total, shape.G, x, dtype=torch.float32) for x in (shape.D, shape.E)]
     if dtype not in FLOAT8:
         new = [x.to(dtype) for x in new]
-    cache.append(*new, cu_seqlens=lengths)
+    cache.append(new[0], None if cache.is_latent else new[1], cu_seqlens=lengths)
     return cache
 
 
@@ -211,10 +219,16 @@ def _heads_first(cache: KVCache) -> KVCache:
     return cache
 
 
+def _latent(cache: KVCache) -> KVCache:
+    cache.v = cache.k[..., : cache.v.shape[3]]
+    return cache
+
+
 _LAYOUTS: dict[str, Callable[[KVCache], KVCache]] = {
     "batch_index": _with_rows,
     "left padding": _left_padded,
     "shuffled": _shuffled,
     "interleaved": _interleaved,
     "heads first": _heads_first,
+    "latent": _latent,
 }

@@ -79,10 +79,14 @@ def _call_of(q: Tensor, x: Arguments) -> CacheCall:
     return CacheCall(q, cache, mask, terms, x.cu_seqlens_q, longest, splits)
 
 
-def run_triton(call: CacheCall, out: Tensor, lse: Tensor) -> Any:
+def run_kernels(backend: str, call: CacheCall, out: Tensor, lse: Tensor) -> Any:
     """Returns what runs calls like this one again, or None."""
     from . import dense_call, triton_call
 
+    if backend == "hopper":
+        from .hopper_mla_call import MlaForward
+
+        return triton_call.cache_attention_fwd(call, out, lse, MlaForward)
     if dense_call.takes(call):
         dense_call.dense_forward(call, out, lse)
         return None
@@ -99,8 +103,8 @@ def _fwd(out: Tensor, lse: Tensor, q: Tensor, *rest: Any) -> None:
             out.copy_(exact.out)
             if lse.numel():
                 lse.copy_(exact.lse)
-        case "triton":
-            run_triton(call, out, lse)
+        case "triton" | "hopper" as name:
+            run_kernels(name, call, out, lse)
         case _:
             from .tiled import cache_attention_fwd
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -85,7 +86,7 @@ class SplitCall:
         self.call, self.device = call, call.q.device
         cache = call.cache
         self.G, self.D = cache.k.shape[2:4]
-        self.E, self.H = cache.v.shape[3], call.q.shape[-2]
+        self.E, self.H, self.group = cache.v.shape[3], call.q.shape[-2], call.group
         self.q = call.q if call.q.dim() == 4 else call.q.unsqueeze(0)
         if self.q.stride(-1) != 1:
             self.q = self.q.contiguous()
@@ -128,7 +129,7 @@ class SplitCall:
     @property
     def n_units(self) -> int:
         """The most there may be, of one kv head."""
-        call, group = self.call, self.call.group
+        call, group = self.call, self.group
         if not call.is_packed:
             return call.cache.B * -(-call.q.shape[1] * group // self.block_m)
         return call.q.shape[0] * group // self.block_m + call.cache.B + 1
@@ -243,7 +244,7 @@ class SplitCall:
             cut(self.D, self.widest),
             cut(self.E, self.widest),
             self.is_shared,
-            call.group,
+            self.group,
             call.cache.k.shape[1] if call.cache.is_paged else 0,
             self._is_flat,
             isinstance(band.offset, int),
@@ -296,8 +297,10 @@ class PartSizes(NamedTuple):
 class Forward:
     """A forward made ready: it runs again on other tensors of the same layout and alignment."""
 
-    def __init__(self, call: CacheCall, out: Tensor, lse: Tensor) -> None:
-        self._split = split = SplitCall(call)
+    _kernel: Any = _cache_attention_fwd_kernel
+
+    def __init__(self, split: SplitCall, out: Tensor, lse: Tensor) -> None:
+        self._split, call = split, split.call
         self.device = split.device
         n_programs = split.n_teams * split.G
         self._grid = (n_programs, 1, 1)
@@ -332,8 +335,9 @@ class Forward:
         q, k, v, out, lse, place, terms, scales = self._given
         parts = self._slots.views(self._slots.buffer(self.device))
         config = self._split.config.launch
-        arguments = (q, k, v, out, lse, parts, place, terms, scales, self._build)
-        main = launch(_cache_attention_fwd_kernel, self._grid, config, arguments, self.device)
+        cache = self._split.call.cache
+        arguments = self._arguments(cache, q, k, v, out, lse, parts, place, terms, scales)
+        main = launch(self._kernel, self._grid, config, arguments, self.device)
         combine = None
         if self._combines:
             rest = (out, lse, parts, place, terms.sinks, *self._tail)
@@ -345,6 +349,13 @@ class Forward:
         self._slopes_stride = terms.slopes[1]
         del self._given, self._split
         return self._compiled is not None
+
+    def _arguments(
+        self, cache: KVCache, q: Any, k: Any, v: Any, out: Any, lse: Any, parts: Any, place: Any,
+        terms: Any, scales: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Of the kernel."""
+        return q, k, v, out, lse, parts, place, terms, scales, self._build
 
     def run(
         self, q: Tensor, cache: KVCache, cu: Tensor | None, slopes: Tensor | None,
@@ -367,12 +378,11 @@ class Forward:
         to = (out.data_ptr(), *so)
         statistics = (_address(lse), *sl)
         main, combine = self._compiled
-        relaunch(
-            main, self._grid,
-            ((q.data_ptr(), *sq), (cache.k.data_ptr(), *sk), (cache.v.data_ptr(), *sv), to,
-             statistics, partials, place, terms, scales, self._build),
-            self.device,
+        arguments = self._arguments(
+            cache, (q.data_ptr(), *sq), (cache.k.data_ptr(), *sk), (cache.v.data_ptr(), *sv), to,
+            statistics, partials, place, terms, scales,
         )  # fmt: skip
+        relaunch(main, self._grid, arguments, self.device)
         if self._combines:
             relaunch(
                 combine, self._combine_grid,
@@ -380,15 +390,18 @@ class Forward:
             )  # fmt: skip
 
 
-def cache_attention_fwd(call: CacheCall, out: Tensor, lse: Tensor) -> Forward | None:
+def cache_attention_fwd(
+    call: CacheCall, out: Tensor, lse: Tensor, make: Callable[..., Forward] | None = None
+) -> Forward | None:
     """Write out and, where it has room, lse. Nothing is checked here.
 
+    make: what makes the forward ready, where it is not Triton's.
     Returns: what runs calls like this one again; None where nothing does.
     """
     if call.q.numel() == 0:
         return None
     target = out if out.stride(-1) == 1 else out.new_empty(out.shape)
-    forward = Forward(call, target, lse)
+    forward = make(call, target, lse) if make else Forward(SplitCall(call), target, lse)
     is_reusable = forward.run_first()
     if target is not out:
         out.copy_(target)

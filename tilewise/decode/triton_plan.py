@@ -107,7 +107,7 @@ def _clamp(x, low, high):
 @triton.jit
 def _bound_at(values, b, exists, IS_ONE: tl.constexpr):
     if IS_ONE:
-        return tl.load(values) + tl.zeros_like(b)
+        return tl.load(values) + b * 0
     else:
         return tl.load(values + b, mask=exists, other=0)
 
@@ -175,9 +175,8 @@ def n_sequences(place):
 
 
 @triton.jit
-def _quanta_at(place, start, count, BUILD: tl.constexpr):
-    """Quanta and units of each of the sequences from `start` on, and which of them there are."""
-    b = start + tl.arange(0, BUILD.block_b)
+def _quanta_at(place, b, count, BUILD: tl.constexpr):
+    """Quanta and units of each of the sequences b, and which of them there are."""
     exists = b < count
     work = work_of(place, sequence_of(place, b, exists, BUILD), BUILD)
     n_units = tl.where(exists, work.n_units, 0)
@@ -185,14 +184,14 @@ def _quanta_at(place, start, count, BUILD: tl.constexpr):
 
 
 @triton.jit
-def share_of(place, team, n_teams, BUILD: tl.constexpr):
+def share_of(place, team, n_teams, lanes, BUILD: tl.constexpr):
     """A team's share of the batch's quanta: its first, its end, the sequence that the first belongs
     to, that sequence's first, all quanta, and how many teams share them. int64, but for the
-    sequence and the teams."""
+    sequence and the teams. lanes: 0 to block_b, in the layout that a kernel sums in."""
     count = n_sequences(place)
     if BUILD.is_short:
         # All sequences at once: their lengths are read once.
-        quanta, n_units, exists = _quanta_at(place, 0, count, BUILD)
+        quanta, n_units, exists = _quanta_at(place, lanes, count, BUILD)
         total = tl.sum(quanta, 0)
         n_teams = teams_of(n_teams, tl.sum(n_units, 0))
         flat = share_start(team, total, n_teams)
@@ -201,19 +200,20 @@ def share_of(place, team, n_teams, BUILD: tl.constexpr):
         found = tl.sum(is_before.to(tl.int32), 0)
         first = tl.max(tl.where(is_before, ends, 0), 0)
     else:
-        total = tl.zeros((), tl.int64)
+        zero = (team * 0).to(tl.int64)
+        total = zero
         units = 0
         for start in range(0, count, BUILD.block_b):
-            quanta, n_units, exists = _quanta_at(place, start, count, BUILD)
+            quanta, n_units, exists = _quanta_at(place, start + lanes, count, BUILD)
             total += tl.sum(quanta, 0)
             units += tl.sum(n_units, 0)
         n_teams = teams_of(n_teams, units)
         flat = share_start(team, total, n_teams)
-        before = tl.zeros((), tl.int64)
-        first = tl.zeros((), tl.int64)
+        before = zero
+        first = zero
         found = 0
         for start in range(0, count, BUILD.block_b):
-            quanta, _, exists = _quanta_at(place, start, count, BUILD)
+            quanta, _, exists = _quanta_at(place, start + lanes, count, BUILD)
             ends = before + tl.cumsum(quanta, 0)
             is_before = exists & (ends <= flat)
             found += tl.sum(is_before.to(tl.int32), 0)

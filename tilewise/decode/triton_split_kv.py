@@ -356,7 +356,9 @@ def _cache_attention_fwd_kernel(
     g = tl.program_id(0) % G
     quantum = decode(place.quantum)
     n_all = tl.num_programs(0) // G
-    flat, end, b, first, total, n_teams = share_of(place, team, n_all, BUILD)
+    flat, end, b, first, total, n_teams = share_of(
+        place, team, n_all, tl.arange(0, BUILD.block_b), BUILD
+    )
     if not BUILD.is_fixed:
         if g == 0:
             note = parts.notes + team * 8
