@@ -63,7 +63,7 @@ class Shape:
             # On a GPU a long call's numbers are drawn there.
             if length is None and device.type == "cuda":
                 return torch.randn(*lead, *shape, device=device)
-            return torch.randn(*lead, *shape, generator=generator).to(device)
+            return torch.randn(*lead, *shape, generator=generator, device="cpu").to(device)
 
         k = normal(self.G, self.D)
         x = {
@@ -138,7 +138,7 @@ def verify(call: Contestant, shape: Shape, device: torch.device) -> str:
     """What is wrong on a short call of the same kind; empty where nothing is."""
     op = next(op for op in catalog.OPS if op.name == f"linear.{shape.op}")
     x = shape.draw(device, VERIFIED_LENGTH)
-    dout = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(1))
+    dout = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(1), device="cpu")
     dout = dout.to(device, shape.dtype)
     case = Case(op.name, str(shape), x)
     try:

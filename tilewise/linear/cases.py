@@ -89,7 +89,7 @@ def draw_case(op: str, recipe: Recipe, dtype: torch.dtype, device: torch.device,
     wide = accumulator_of(dtype)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
     B, M, H, G, D, E = recipe.shape
     lead = (M,) if recipe.is_packed else (B, M)
@@ -103,7 +103,7 @@ def draw_case(op: str, recipe: Recipe, dtype: torch.dtype, device: torch.device,
             n: x.transpose(-3, -2).contiguous().transpose(-3, -2) for n, x in tensors.items()
         }
     if name == "retention":
-        tensors["log_decay"] = -torch.rand(H, generator=generator, dtype=torch.float64).to(wide)
+        tensors["log_decay"] = -draw(H).abs().to(wide)
     if name in _GATED_OPS:
         shape = (*lead, H, D) if name in _VECTOR_OPS else (*lead, H)
         tensors["g"] = _GATES[recipe.gate](draw(*shape)).to(wide)
