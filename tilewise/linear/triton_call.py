@@ -51,15 +51,13 @@ class LinearCall:
         )  # fmt: skip
         self.build = Build(
             CHUNK, self.D, self.E, self.config.block_d, self.config.block_e, self.gate,
-            self.has_delta, *self._precisions(architecture),
+            self.has_delta, self._precision(architecture),
         )  # fmt: skip
 
-    def _precisions(self, architecture: str) -> tuple[str, str]:
+    def _precision(self, architecture: str) -> str:
         if architecture == "interpreter":
-            return "interpreted", "interpreted"
-        if self.dtype != torch.float32:
-            return "ieee", "bf16"
-        return ("tf32x3",) * 2 if architecture.startswith("sm_") else ("ieee",) * 2
+            return "interpreted"
+        return "split" if self.dtype == torch.float32 else "plain"
 
     @cached_property
     def call(self) -> Call:

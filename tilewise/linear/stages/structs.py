@@ -68,8 +68,8 @@ class Prepared(NamedTuple):
 class Build(NamedTuple):
     """What a kernel is compiled for. Everything in it is a constant to the kernel.
 
-    dim, value_dim: D and E; block_d, block_e: the widths that they are worked off in. precision: of
-    products of the inputs' dtype; fine: of those of fp32 numbers (see `tiles.fine_dot`).
+    dim, value_dim: D and E; block_d, block_e: the widths that they are worked off in. precision:
+    "plain", "split" for fp32 inputs, "interpreted" (see `tiles.dot`).
     """
 
     chunk: int
@@ -80,7 +80,6 @@ class Build(NamedTuple):
     gate: int
     has_delta: bool
     precision: str
-    fine: str
 
 
 @triton.jit

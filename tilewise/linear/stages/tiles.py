@@ -140,54 +140,84 @@ def dot(a, b, acc, DTYPE: tl.constexpr, BUILD: tl.constexpr):
         # Triton 3.6's interpreter multiplies the bit patterns of bf16.
         a, b = narrow(a, DTYPE, BUILD), narrow(b, DTYPE, BUILD)
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    elif PRECISION == "split":
+        return _wide_dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
-        return tl.dot(a.to(DTYPE), b.to(DTYPE), acc, input_precision=PRECISION)
+        return tl.dot(a.to(DTYPE), b.to(DTYPE), acc)
 
 
 @triton.jit
 def fine_dot(a, b, BUILD: tl.constexpr):
     """a b of fp32 numbers: as fp32 does it for fp32 inputs, to 2^-16 for others."""
-    FINE: tl.constexpr = BUILD.fine
-    if FINE == "interpreted":
+    PRECISION: tl.constexpr = BUILD.precision
+    if PRECISION == "interpreted":
         return tl.dot(a, b)
-    elif FINE == "bf16":
+    elif PRECISION == "split":
+        return _wide_dot(a, b, None)
+    else:
         a_high, a_low = _split(a)
         b_high, b_low = _split(b)
         return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
-    else:
-        return tl.dot(a, b, input_precision=FINE)
 
 
 @triton.jit
 def sum_dot(ones, x, BUILD: tl.constexpr):
     """The same for a matrix of 0 and 1 on the left."""
-    FINE: tl.constexpr = BUILD.fine
-    if FINE == "interpreted":
+    if BUILD.precision == "interpreted":
         return tl.dot(ones, x)
-    elif FINE == "bf16":
-        high, low = _split(x)
-        ones = ones.to(tl.bfloat16)
-        return tl.dot(ones, high, tl.dot(ones, low))
     else:
-        return tl.dot(ones, x, input_precision=FINE)
+        ones = ones.to(tl.bfloat16)
+        high, low = _split(x)
+        if BUILD.precision == "split":
+            _, middle, lowest = _split_in_three(x)
+            return tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, lowest)))
+        else:
+            return tl.dot(ones, high, tl.dot(ones, low))
 
 
 @triton.jit
 def sum_dot_right(x, ones, BUILD: tl.constexpr):
     """The same with the matrix of 0 and 1 on the right."""
-    FINE: tl.constexpr = BUILD.fine
-    if FINE == "interpreted":
+    if BUILD.precision == "interpreted":
         return tl.dot(x, ones)
-    elif FINE == "bf16":
-        high, low = _split(x)
-        ones = ones.to(tl.bfloat16)
-        return tl.dot(high, ones, tl.dot(low, ones))
     else:
-        return tl.dot(x, ones, input_precision=FINE)
+        ones = ones.to(tl.bfloat16)
+        high, low = _split(x)
+        if BUILD.precision == "split":
+            _, middle, lowest = _split_in_three(x)
+            return tl.dot(high, ones, tl.dot(middle, ones, tl.dot(lowest, ones)))
+        else:
+            return tl.dot(high, ones, tl.dot(low, ones))
+
+
+@triton.jit
+def _wide_dot(a, b, acc):
+    """acc + a b to fp32's accuracy, the small products first.
+
+    In bf16 and not as three tf32 products: with those, Triton 3.6's code for Hopper read out of
+    bounds and lost single elements here (H200, 2026-11-30; cause unknown).
+    """
+    a1, a2, a3 = _split_in_three(a)
+    b1, b2, b3 = _split_in_three(b)
+    small = tl.dot(a1, b3, tl.dot(a3, b1, tl.dot(a2, b2)))
+    small = tl.dot(a1, b2, tl.dot(a2, b1, small))
+    small = tl.dot(a1, b1, small)
+    if acc is None:
+        return small
+    else:
+        return acc + small
 
 
 @triton.jit
 def _split(x):
-    """fp32 numbers as the sum of two in bf16."""
+    """fp32 numbers as the sum of two in bf16, to 2^-17."""
     high = x.to(tl.bfloat16)
     return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _split_in_three(x):
+    """fp32 numbers as the sum of three in bf16, to 2^-25."""
+    high, middle = _split(x)
+    rest = x - high.to(tl.float32) - middle.to(tl.float32)
+    return high, middle, rest.to(tl.bfloat16)
