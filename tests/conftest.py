@@ -58,6 +58,8 @@ def _run_on_cuda(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*deterministic implementation:UserWarning")
     # Of torch itself, where the first thing that autograd's thread does is a matrix product.
     config.addinivalue_line("filterwarnings", "ignore:Attempting to run cuBLAS:UserWarning")
+    # Of torch.compile, where a graph of its own has nothing in it.
+    config.addinivalue_line("filterwarnings", "ignore:The CUDA Graph is empty:UserWarning")
     # Advice of torch.compile's, not heeded: fp32 products here are fp32.
     config.addinivalue_line("filterwarnings", "ignore:TensorFloat32 tensor cores:UserWarning")
 

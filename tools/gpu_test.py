@@ -50,7 +50,6 @@ KERNELS = (
     "tilewise/kernels/*.py",
     "tilewise/*/triton_*.py",
     "tilewise/*/hopper_*.py",
-    "tilewise/*/stages/*.py",
     "tilewise/*/config.py",
     # What a call is to its kernels: kept from one like it, or a band of its mask.
     "tilewise/*/warm.py",
@@ -61,6 +60,8 @@ KERNELS = (
 AREAS = ("dense", "decode", "linear")
 # Verifications at a time: each is a process, busy with compiling.
 _VERIFIERS = max(2, (os.cpu_count() or 2) * 3 // 8)
+# In which the cases of an op and dtype are verified, so that none keeps the others waiting.
+_PARTS = 3
 # Of KERNELS what every area is made of.
 SHARED = "tilewise/kernels/*"
 # Beside torch and Triton.
@@ -311,25 +312,26 @@ def find_tests(root: Path, areas: Sequence[str]) -> list[str]:
 def _start_verifying(
     areas: Sequence[str], logs: Path, pool: ThreadPoolExecutor
 ) -> dict[str, list[Future[dict[str, Any] | None]]]:
-    """`tilewise verify --all` is every op in every dtype; here each in a process of its own."""
+    """`tilewise verify --all` is every op in every dtype; here each, in parts, in processes."""
     from tilewise.catalog import OPS
     from tilewise.cli.options import DTYPES
 
     return {
         area: [
-            pool.submit(_verify, op.name, dtype, logs)
+            pool.submit(_verify, op.name, dtype, f"{part}/{_PARTS}", logs)
             for op in OPS
             if area_of(op.run) == area
             for dtype in DTYPES
+            for part in range(1, _PARTS + 1)
         ]
         for area in areas
     }
 
 
-def _verify(op: str, dtype: str, logs: Path) -> dict[str, Any] | None:
+def _verify(op: str, dtype: str, part: str, logs: Path) -> dict[str, Any] | None:
     """What one process found, or None if anything failed, which is then printed."""
-    name = f"{op}-{dtype}"
-    command = [sys.executable, "-m", "tilewise.cli", "verify", op, "--dtype", dtype]
+    name = f"{op}-{dtype}-{part.partition('/')[0]}"
+    command = [sys.executable, "-m", "tilewise.cli", "verify", op, "--dtype", dtype, "--part", part]
     command += ["--device", DEVICE, "--json"]
     with (logs / f"{name}.json").open("wb") as out, (logs / f"{name}.log").open("wb") as errors:
         code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=errors, check=False).returncode

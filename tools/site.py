@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 # Documents outside docs/ that are pages too.
 PAGES = {
+    "tilewise/decode/README.md": "decode.md",
     "tilewise/dense/README.md": "dense.md",
     "tilewise/kernels/README.md": "kernels.md",
     "tilewise/parallel/README.md": "parallel.md",
@@ -100,7 +101,7 @@ def op_page(op: Any) -> str:
     lines += [render_docstring(inspect.getdoc(function) or "")]
     lines += ["", "## Where it runs", ""]
     lines += [f"Verified on: {', '.join(f'`{name}`' for name in op.backends)}."]
-    if op.name != "merge":
+    if op.name.startswith("attention") and "cache" not in op.name:
         lines += ["What each backend takes of it: [the table](../support.md)."]
     lines += ["", f"Paper: {op.paper}. To check it on your machine:", ""]
     lines += ["```bash", f"tilewise verify {op.name}", "```"]
@@ -153,7 +154,7 @@ def support_page() -> str:
     from tilewise.report import support
 
     table = support.tabulate()
-    return f"""# What each backend takes
+    return f"""# What each backend of dense attention takes
 
 `backend="auto"` takes the leftmost that can: `hopper` on a Hopper GPU, `triton` on other GPUs,
 `tiled` on the CPU and for the rest; `reference` is the fp64 oracle and runs only when it is named.

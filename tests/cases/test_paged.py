@@ -220,8 +220,8 @@ def test_c127_a_last_page_of_any_fill(backend: str, used: int) -> None:
 
 @on_backends
 def test_c131_length_zero_in_a_latent_cache(backend: str) -> None:
-    cache, k, v = filled([0, 33, 0, 1], 40, 1, (576, 512), 8)
-    q = normal(4, 1, 4, 576)
+    cache, k, v = filled([0, 33, 0, 1], 40, 1, (576, 512), 8, torch.bfloat16)
+    q = normal(4, 1, 4, 576, dtype=torch.bfloat16)
     got = attend(q, cache, backend)
     held(got, q, k, v)
     empty = cache.lengths == 0

@@ -28,6 +28,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["verify", "merge", "--backend", "tiled"], "no backend 'tiled' for merge"),
         (["verify", "--all", "merge"], "--all means every op"),
         (["verify", "--all", "--dtype", "float32"], "--all means every op"),
+        (["verify", "merge", "--part", "4/3"], "--part must be one such as 2/3, got '4/3'"),
         (["verify", "--device", "toaster"], "device must be auto, cpu or cuda, got 'toaster'"),
         (["verify", "--device", "meta"], "device must be auto, cpu or cuda, got 'meta'"),
         (["verify", "--device", "cuda:99"], "device 'cuda:99' is not here"),

@@ -73,7 +73,7 @@ HOPPER_VARIANTS = [
     _variant("window D 256", 256, (80, 136), **_WINDOW),
     _variant("padding D 64", 64, (64, 112), **_PADDED),
     _variant("padding D 128", 128, **_PADDED),
-    _variant("packed D 64", 64, (72, 104), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    _variant("packed D 64", 64, (80, 104), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
     _variant("packed D 128", 128, op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
     _variant("packed D 256", 256, (40, 120), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
     _variant("documents", 128, (8, 72), mask=tw.window(30, 0) & tw.documents(_LENGTHS),

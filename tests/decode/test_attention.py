@@ -10,6 +10,8 @@ import tilewise as tw
 from tests.helpers import UNDER_TEST
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
 from tilewise.decode.budget import unread
+from tilewise.decode.call import Splits, make_call
+from tilewise.decode.ops import flatten
 
 H, G, D, E = 6, 2, 16, 8
 
@@ -227,3 +229,19 @@ def test_the_choice_and_its_reasons() -> None:
                                 cache.lengths), backend="triton")  # fmt: skip
     with pytest.raises(TypeError, match="knows no argument 'window'"):
         tw.explain_cache_backend(q, cache, window=3)
+
+
+@pytest.mark.skipif(UNDER_TEST.device != "cpu", reason="of the op's schema")
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_op_is_what_its_schema_says(packed: bool) -> None:
+    cache = filled([20, 9], 24, 8)
+    q = queries(4) if packed else queries(2, 3)
+    cu = ints(0, 3, 4) if packed else None
+    terms = {"scale": 0.3, "softcap": 2.0, "bias": None, "alibi_slopes": None, "sinks": None}
+    call = make_call("test", q, cache, tw.window(5, 0), terms, cu, None, Splits(2, True))
+    out = q.new_zeros(*q.shape[:-1], E)
+    lse = q.new_zeros(H, 4) if packed else q.new_zeros(2, H, 3)
+    op = torch.ops.tilewise.attention_with_cache_fwd.default
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    found = torch.library.opcheck(op, (out, lse, q, *flatten(call), "tiled"), test_utils=tests)
+    assert set(found.values()) == {"SUCCESS"}

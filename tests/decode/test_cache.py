@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tests.helpers import UNDER_TEST
 
+pytestmark = pytest.mark.skipif(UNDER_TEST.device != "cpu", reason="of caches on the CPU")
 B, N, G, D, E = 3, 24, 2, 8, 6
 F8 = torch.float8_e4m3fn
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,13 @@ from tilewise.core.tolerance import assert_within_budget
 
 SETTINGS = train_long.Settings(length=96, steps=10, width=32)
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    """Where the ranks are."""
+    with torch.device("cpu"):
+        yield
 
 
 @pytest.fixture(scope="module")

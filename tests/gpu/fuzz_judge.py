@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class ThroughLse:
     """A partial op as one of which only the lse has an upstream gradient."""
 
     op: Op
+    has_gradients: ClassVar[bool] = True
 
     def load(self, role: str) -> Any:
         form = self.op.load(role)

@@ -8,8 +8,10 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.gpu.common import BACKEND, DEVICE, ints, normal
-from tilewise.core.tolerance import assert_within_budget
-from tilewise.decode import warm
+from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
+from tilewise.decode import dense_call, warm
+from tilewise.decode.call import Splits, make_call
+from tilewise.decode.reference import cache_eager
 
 pytestmark = [
     pytest.mark.gpu,
@@ -163,3 +165,20 @@ def test_appending_with_rotary_and_float8_is_the_cpus() -> None:
                 bits = torch.uint8 if scaled else torch.int16
                 apart = (a.view(bits).int() - b.view(bits).int()).abs()
                 assert int(apart.max()) <= 1
+
+
+@pytest.mark.parametrize("page", [None, 64])
+def test_prefill_in_chunks(page: int | None) -> None:
+    """Many queries: dense kernels where the cache is contiguous, the split kernel over pages."""
+    cache = cache_of([700, 350, 64], 1024, page)
+    q = normal(3, 300, 32, D)
+    calls = {"mask": tw.causal(), "scale": 0.1}
+    got = tw.attention_with_cache_partial(q, cache, **calls)
+    exact = tw.attention_with_cache_partial(
+        q, cache, **calls, backend="reference", out_dtype=torch.float64
+    )
+    terms = {"scale": 0.1, "softcap": None, "alibi_slopes": None, "bias": None, "sinks": None}
+    call = make_call("test", q, cache, tw.causal(), terms, None, None, Splits())
+    assert dense_call.is_faster(call) == (page is None)
+    assert_within_budget(got.out, exact.out, cache_eager(call).out)
+    assert_lse_within_budget(got.lse, exact.lse.double(), q.dtype)

@@ -6,11 +6,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import triton
 
 import tilewise as tw
 from tests.gpu.common import are_equal, attention, qkv, run
+
+pytestmark = pytest.mark.gpu
 
 
 def test_kernels_of_a_backward_compile_side_by_side(tmp_path: Path) -> None:

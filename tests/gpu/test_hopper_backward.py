@@ -110,7 +110,7 @@ def test_other_head_dims(D: int, E: int) -> None:
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_fp16_and_grouped_heads(D: int) -> None:
-    for heads in ((8, 1), (6, 3), (4, 4)):
+    for heads in ((8, 1), (6, 3), (4, 4), (1, 1)):
         x = draw(2, 700, 900, heads, D=D, dtype=FP16)
         check(x, dout_of(x[0], x[2]), band(700, 900, None, 0), mask=tw.causal())
 
@@ -138,14 +138,18 @@ def test_lse_and_a_sink_that_stays(D: int) -> None:
         assert_within_budget(*three)
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_pieces_add_into_buffers(D: int, monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
-    """Two halves of the keys, as a ring visits them, into buffers that held something."""
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1), (1, 1)])
+@pytest.mark.parametrize("D", [64, 80, 128])
+def test_pieces_add_into_buffers(
+    D: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch, taken: list[int]
+) -> None:
+    """Two halves of the keys, as a ring visits them, into buffers that held something and whose
+    heads come before their rows."""
     inner = hopper_backward_call.attention_bwd
     monkeypatch.setattr(
         hopper_backward_call, "attention_bwd", lambda *x: (taken.append(1), inner(*x))
     )
-    x = draw(2, 300, 700, (4, 2), D=D)
+    x = draw(2, 300, 700, heads, D=D)
     q, k, v = x
     dout, visible = dout_of(q, v), band(300, 700, None, 0)
 
@@ -156,7 +160,7 @@ def test_pieces_add_into_buffers(D: int, monkeypatch: pytest.MonkeyPatch, taken:
     with torch.no_grad():
         out, lse = tw.attention_partial(*x, mask=tw.causal(), backend="hopper")
     delta = (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
-    dq, dk, dv = (torch.ones(t.shape, device=DEVICE) for t in x)
+    dq, dk, dv = (torch.ones(t.transpose(1, 2).shape, device=DEVICE).transpose(1, 2) for t in x)
     for keys in (slice(0, 330), slice(330, 700)):
         attention_partial_backward(
             dout, q, k[:, keys], v[:, keys], lse, delta, dq=dq, dk=dk[:, keys], dv=dv[:, keys],
@@ -170,8 +174,10 @@ def test_pieces_add_into_buffers(D: int, monkeypatch: pytest.MonkeyPatch, taken:
 # ---------------------------------------------------------------- placements
 
 
-def check_packed(D: int, mask: tw.Mask, **options: Any) -> None:
-    q, k, v = (x[0] for x in draw(1, 1400, 1500, D=D))
+def check_packed(
+    D: int, mask: tw.Mask, heads: tuple[int, int] = (2, 1), E: int | None = None, **options: Any
+) -> None:
+    q, k, v = (x[0] for x in draw(1, 1400, 1500, heads, D=D, E=E))
     tensors = {"q": q, "k": k, "v": v}
     lengths = {"cu_seqlens_q": ints(*CU_Q), "cu_seqlens_k": ints(*CU_K)}
     check_call(
@@ -188,6 +194,12 @@ def test_packed_documents(D: int) -> None:
         "seqused_k": ints(7, 5, 0, 0, 150, 1000, 3, 65),
     }
     check_packed(D, tw.causal(), **used)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 1), (6, 3)])
+def test_packed_documents_of_other_heads_and_dims(heads: tuple[int, int]) -> None:
+    for D, E in ((40, 24), (80, 96)):
+        check_packed(D, tw.causal(), heads, E)
 
 
 @pytest.mark.parametrize("D", [64, 128])

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import tilewise as tw
 from tests.helpers import UNDER_TEST
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
+from tilewise.dense.choice import torch_mode_unheeded
 from tilewise.integrations import torch_sdpa
 
 aten = torch.ops.aten
@@ -122,6 +123,23 @@ def test_packed_sequences(overrides: None, given: dict[str, Any], is_causal: boo
     )
     want = torch.autograd.grad(expected.out, leaves, upstream)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_torchs_deterministic_mode_is_heeded() -> None:
+    """Also of calls that PyTorch makes, which say nothing of it."""
+    q, k, v = (x.detach() for x in qkv())
+
+    def is_deterministic() -> bool:
+        return torch_sdpa._arguments(q, k, v, tw.full(), 0.0, None, {}).is_deterministic
+
+    assert not is_deterministic()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert is_deterministic()
+        with torch_mode_unheeded():
+            assert not is_deterministic()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_what_is_not_there_raises(overrides: None) -> None:

@@ -15,6 +15,7 @@ from tilewise.kernels.placement import FIRST_K_TILE, FIRST_Q_TILE, locate
 from tilewise.report.explain import mask_text, walk
 from tilewise.report.explain.request import Request
 
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="explain plans on the CPU")
 BLOCK_M, BLOCK_N, WIDTH = 32, 16, 16
 MASKS = (
     "full()", "causal()", "window(40, 3)", "documents([0, 50, 50, 131]) & causal()",

@@ -405,3 +405,13 @@ def anew(rank: Rank, way: Way) -> list[Tensor]:
             found.append(tw.context_parallel_attention(*leaves, **options).detach())
             dist.destroy_process_group(group)
     return found
+
+
+def gradients_of_a_block(x: Tensor) -> list[Tensor]:
+    """Of the parameters of `Block` on one rank, in x's dtype."""
+    torch.manual_seed(0)
+    block = Block({}).to(x.dtype)
+    q, k, v = block.project(x).unflatten(-1, (3, 4, -1)).unbind(2)
+    mixed = tw.attention(q, k, v, mask=tw.causal(), sinks=block.sinks)
+    y = x + block.out(torch.relu(mixed.flatten(2)))
+    return list(torch.autograd.grad(y.square().sum(), list(block.parameters())))

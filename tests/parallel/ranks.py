@@ -70,12 +70,18 @@ class Ranks:
     slice of time, and two that wait for each other's messages seldom have theirs at once.
     """
 
-    def __init__(self, backend: str = "gloo", world: int = WORLD) -> None:
-        self.backend, self.world, self.is_turned = backend, world, backend == "nccl"
+    def __init__(self, backend: str = "gloo") -> None:
+        self.backend, self.is_turned = backend, backend == "nccl"
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
+    @property
+    def world(self) -> int:
+        """Asked for when it is needed: this module is imported before `--device` is read."""
+        return WORLD if self.backend == "gloo" else count_gpu_ranks()
+
     def run(self, ranks: int, job: Job, *arguments: Any) -> list[Any]:
+        assert 0 < ranks <= self.world, f"{ranks} ranks of {self.world}"
         self._start()
         with _turn() if self.is_turned else nullcontext():
             return self._run(ranks, job, *arguments)
@@ -246,5 +252,5 @@ def count_gpu_ranks() -> int:
 
 
 RANKS = Ranks()
-GPU_RANKS = Ranks("nccl", count_gpu_ranks())
+GPU_RANKS = Ranks("nccl")
 POOLS = {"gloo": RANKS, "nccl": GPU_RANKS}

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tilewise as tw
 from tests.parallel import jobs
@@ -219,16 +218,9 @@ def test_one_rank_s_mistake_is_told_to_all() -> None:
 @pytest.mark.parametrize("how", ("plain", "compile", "checkpoint", "fsdp"))
 def test_a_block_of_a_model(how: str) -> None:
     layout, x = zigzag(48, R), torch.randn(1, 48, 32)
-
-    def gradients(dtype: torch.dtype) -> list[Tensor]:
-        torch.manual_seed(0)
-        block = jobs.Block({}).to(dtype)
-        q, k, v = block.project(x.to(dtype)).unflatten(-1, (3, 4, -1)).unbind(2)
-        mixed = tw.attention(q, k, v, mask=tw.causal(), sinks=block.sinks)
-        y = x.to(dtype) + block.out(torch.relu(mixed.flatten(2)))
-        return list(torch.autograd.grad(y.square().sum(), list(block.parameters())))
-
-    exact, eager = gradients(torch.float64), gradients(torch.float32)
+    exact, eager = (
+        jobs.gradients_of_a_block(x.to(dtype)) for dtype in (torch.float64, torch.float32)
+    )
     for found in GPU_RANKS.run(R, jobs.block_gradients, layout, x, how):
         for got, want, plain in zip(found, exact, eager, strict=True):
             floor = 16 * torch.finfo(torch.float32).eps * float(want.abs().max())

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tilewise as tw
+from tests.helpers import UNDER_TEST
 from tests.parallel import jobs
 from tests.parallel.over_ranks import Way
-from tests.parallel.ranks import RANKS, WORLD, RankError
+from tests.parallel.ranks import GPU_RANKS, RANKS, WORLD, RankError
 from tilewise.core.tolerance import assert_within_budget
 from tilewise.parallel import contiguous, striped, volumes, zigzag
 from tilewise.parallel.volumes import Shape
@@ -201,16 +201,9 @@ def test_a_wrong_call_is_told_though_nobody_answers() -> None:
 def test_a_block_of_a_model(how: str) -> None:
     """Parameter gradients, summed over ranks, are those of one rank."""
     layout, x = zigzag(S, 3), torch.randn(1, S, 32)
-
-    def gradients(dtype: torch.dtype) -> list[Tensor]:
-        torch.manual_seed(0)
-        block = jobs.Block({}).to(dtype)
-        q, k, v = block.project(x.to(dtype)).unflatten(-1, (3, 4, -1)).unbind(2)
-        mixed = tw.attention(q, k, v, mask=tw.causal(), sinks=block.sinks)
-        y = x.to(dtype) + block.out(torch.relu(mixed.flatten(2)))
-        return list(torch.autograd.grad(y.square().sum(), list(block.parameters())))
-
-    exact, eager = gradients(torch.float64), gradients(torch.float32)
+    exact, eager = (
+        jobs.gradients_of_a_block(x.to(dtype)) for dtype in (torch.float64, torch.float32)
+    )
     for found in RANKS.run(3, jobs.block_gradients, layout, x, how):
         for got, want, plain in zip(found, exact, eager, strict=True):
             assert_within_budget(got, want, plain, name=how)
@@ -325,3 +318,19 @@ def test_the_reasons_of_a_call_with_all_its_arguments() -> None:
     with pytest.raises(RankError, match="softcap") as caught:
         RANKS.run(3, jobs.explained_with, way, (8, 8), {"softcap": -2.0})
     assert caught.value.kinds == dict.fromkeys(range(3), "ValueError")
+
+
+# ---------------------------------------------------------------- the pools themselves
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(0, 0), (1, 0), (2, 2), (3, 2), (4, 4), (8, 4)])
+def test_the_pool_over_gpus_counts_them_when_asked(
+    count: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when it is imported, which is before `--device` is read."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert GPU_RANKS.world == 0
+    monkeypatch.setattr(UNDER_TEST, "device", "cuda")
+    assert GPU_RANKS.world == ranks
+    with pytest.raises(AssertionError, match=f"{ranks + 1} ranks of {ranks}"):
+        GPU_RANKS.run(ranks + 1, jobs.anew)

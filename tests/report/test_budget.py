@@ -74,6 +74,15 @@ def test_only_the_asked_cases_run() -> None:
     ]  # fmt: skip
 
 
+def test_parts_are_all_cases_once() -> None:
+    targets = budget.targets([BY_NAME["merge"]], [torch.float32], "cpu")
+    whole = {row.case for row in budget.verify(targets, CPU, Silent())}
+    parts = [
+        {row.case for row in budget.verify(targets, CPU, Silent(), part=(i, 3))} for i in (1, 2, 3)
+    ]
+    assert all(parts) and sum(map(len, parts)) == len(whole) and set().union(*parts) == whole
+
+
 def test_group_takes_the_worst_and_counts_the_rest() -> None:
     rows = [row("out", 0.25), row("out", 0.5, case="causal"), row("dq", 0.125)]
     out, dq = budget.group(rows)

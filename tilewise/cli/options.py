@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -112,6 +113,15 @@ def read_lengths(command: str, texts: Sequence[str]) -> list[int]:
             raise UsageError(f"{command}: lengths must be integers from 1 on, got {text!r}.")
         lengths.append(int(text))
     return lengths
+
+
+def read_part(command: str, text: str) -> tuple[int, int]:
+    """From "2/3": which part, of how many."""
+    match = re.fullmatch(r"([1-9][0-9]*)/([1-9][0-9]*)", text, re.ASCII)
+    part = tuple(int(x) for x in match.groups()) if match else (1, 0)
+    if part[0] > part[1]:
+        raise UsageError(f"{command}: --part must be one such as 2/3, got {text!r}.")
+    return part[0], part[1]
 
 
 def read_output(command: str, text: str) -> Path:

@@ -6,7 +6,15 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from .options import DTYPES, UsageError, add_device, add_json, read_device, read_dtypes
+from .options import (
+    DTYPES,
+    UsageError,
+    add_device,
+    add_json,
+    read_device,
+    read_dtypes,
+    read_part,
+)
 
 if TYPE_CHECKING:
     from ..report.budget import Group, Target
@@ -26,6 +34,9 @@ def add_command(commands: Any) -> None:
         help=f"some of {','.join(DTYPES)} with commas, or all (default float32,bfloat16)",
     )
     parser.add_argument("--backend", help="this backend only; a named one never falls back")
+    parser.add_argument(
+        "--part", default="1/1", help="2/3: the second of three parts of the cases, to share them"
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -37,9 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     device = read_device(COMMAND, arguments.device)
     targets = _read_targets(arguments, device.type)
+    part = read_part(COMMAND, arguments.part)
     start = time.monotonic()
     with console.open_progress() as progress:
-        rows = budget.verify(targets, device, progress)
+        rows = budget.verify(targets, device, progress, part=part)
     groups = budget.group(rows)
     failures = [row for row in rows if not row.report.is_within]
     seconds = time.monotonic() - start

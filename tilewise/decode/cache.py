@@ -177,7 +177,13 @@ class KVCache:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is there, by name."""
-        return {name: x for name, x in vars(self).items() if x is not None}
+        # Written out: torch 2.11 does not trace vars().
+        named = {
+            "k": self.k, "v": self.v, "lengths": self.lengths, "block_table": self.block_table,
+            "batch_index": self.batch_index, "starts": self.starts, "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+        }  # fmt: skip
+        return {name: x for name, x in named.items() if x is not None}
 
     @property
     def is_paged(self) -> bool:

@@ -100,9 +100,26 @@ RECIPES = (
 )  # fmt: skip
 
 
+# Without an lse: a sample, since all else is the same.
+_OUT_ONLY = (
+    "one query, pages of 16",
+    "window(20, 0)",
+    "tree",
+    "mixed batch",
+    "left padding",
+    "sinks",
+    "batch invariant",
+    "float8, token scales, pages",
+)
+
+
 def cases(op: str, dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Every case, drawn from a fixed seed."""
-    return [_draw(op, recipe, dtype, device, seed) for seed, recipe in enumerate(RECIPES)]
+    return [
+        _draw(op, recipe, dtype, device, seed)
+        for seed, recipe in enumerate(RECIPES)
+        if op.endswith("partial") or recipe.name in _OUT_ONLY
+    ]
 
 
 def _draw(op: str, recipe: Recipe, dtype: torch.dtype, device: torch.device, seed: int) -> Case:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,10 +12,11 @@ from torch import Tensor
 from ..core.band import Band
 from ..core.mask import UNBOUNDED, And, Mask
 from ..core.mask_leaves import Tree
-from ..dense.triton_call import TritonCall, cut_dim
+from ..dense.choice import LEAST_SCALE
+from ..dense.triton_call import TritonCall, cut_dim, score_terms
 from ..kernels.launch import Config, architecture_of, launch, relaunch
 from ..kernels.placement import FAR as _FAR
-from ..kernels.structs import Bias, ScoreTerms, Slopes, Statistics, absent, code
+from ..kernels.structs import ScoreTerms, Statistics, absent, code
 from .cache import FLOAT8, KVCache
 from .call import CacheCall
 from .config import FIXED_PART, Key, SplitConfig, block_rows, split_config
@@ -25,9 +25,8 @@ from .triton_plan import CacheBuild, CachePlace
 from .triton_split_kv import HEAD, NONE, TOKEN, Parts, Scales, _cache_attention_fwd_kernel
 
 FAR = _FAR.value
-_LEAST_SCALE = 1e-37
 # Programs of the interpreter.
-_INTERPRETED = 5
+_INTERPRETED = 3
 _COMBINE = Config(0, 0, 4, 1)
 
 
@@ -197,26 +196,13 @@ class SplitCall:
         )
 
     def terms(self) -> ScoreTerms:
-        terms = self.call.terms
-        scale = terms.scale / (terms.softcap or 1.0)
-        if self._is_folded:
-            scale *= math.log2(math.e)
-        slopes = absent(Slopes)
-        if terms.alibi_slopes is not None:
-            rows = terms.alibi_slopes.contiguous()
-            slopes = Slopes(rows, code(rows.shape[-1] if rows.dim() == 2 else 0))
-        bias = absent(Bias) if terms.bias is None else TritonCall.bias_operand(terms.bias)
-        sinks = None if terms.sinks is None else terms.sinks.contiguous()
-        return ScoreTerms(
-            scale, terms.scale, terms.softcap or 1.0, bias, slopes, sinks, None, 1.0, code(0),
-            code(0),
-        )  # fmt: skip
+        return score_terms(self.call.terms, self._is_folded)
 
     @property
     def _is_folded(self) -> bool:
         terms = self.call.terms
         is_plain = terms.softcap is None and terms.bias is None and terms.alibi_slopes is None
-        return is_plain and terms.scale > _LEAST_SCALE
+        return is_plain and terms.scale > LEAST_SCALE
 
     def scales(self) -> tuple[int, Scales]:
         cache = self.call.cache
@@ -330,7 +316,7 @@ class Forward:
         scales = (_address(cache.k_scale), _address(cache.v_scale), *self._scales)
         to = (out.data_ptr(), *so)
         statistics = (_address(lse), *sl)
-        partials = (parts.out.data_ptr(), parts.lse.data_ptr())
+        partials = (parts.out.data_ptr(), parts.state.data_ptr())
         main, combine = self._compiled
         relaunch(
             main, self._grid,
@@ -346,7 +332,9 @@ class Forward:
 
     def _new_parts(self) -> Parts:
         out = torch.empty(self._slots, dtype=torch.float32, device=self.device)
-        return Parts(out, torch.empty(self._slots[:3], dtype=torch.float32, device=self.device))
+        return Parts(
+            out, torch.empty((*self._slots[:3], 2), dtype=torch.float32, device=self.device)
+        )
 
 
 def cache_attention_fwd(call: CacheCall, out: Tensor, lse: Tensor) -> Forward | None:

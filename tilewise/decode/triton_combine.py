@@ -1,9 +1,11 @@
-"""The merge of parts of a unit, by their lse.
+"""The merge of parts of a unit.
 
-Dims: parts `[slots, G, BLOCK_M, E]` and `[slots, G, BLOCK_M]`, fp32; out and lse as the call's.
+Dims: parts `[slots, G, BLOCK_M, E]` and `[slots, G, BLOCK_M, 2]`, fp32; out and lse as the call's.
 Grid: rows of a unit x G x units.
-Math: out = sum_i exp(lse_i - lse) out_i, lse = log sum_i exp(lse_i), in the order of the keys; a
-    part that saw nothing has the lse -inf and no weight. A sink joins at the end.
+Math: with the maximum m_i, the sum of weights l_i and of weighted values a_i of part i, and their
+    maximum m: out = sum_i exp(m_i - m) a_i / sum_i exp(m_i - m) l_i, in the order of the keys; a
+    part that saw nothing has m_i = -inf and no weight. A sink joins at the end.
+Units: the maximum is in the units of the scores, see `kernels/softmax.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels.softmax import LN_2, LOG2_E, join_sink
+from ..kernels.softmax import LOG2_E, join_sink, softmax_end
 from ..kernels.structs import decode
 from .triton_plan import find_unit, n_sequences, sequence_of, share_start, team_of, work_of
 
@@ -60,20 +62,22 @@ def _cache_combine_kernel(
                 exists = exists & (begin < share_start(team + 1, total, n_teams))
                 slot = team.to(tl.int64) * 2 + tl.where(i == 0, 1, 0)
             at = (slot * G + g) * BLOCK_M + x
-            part_lse = tl.load(parts.lse + at, mask=exists, other=float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(part_lse, 0))
+            part_max = tl.load(parts.state + at * 2, mask=exists, other=float("-inf"))
+            part_sum = tl.load(parts.state + at * 2 + 1, mask=exists, other=0.0)
+            new_max = tl.maximum(row_max, tl.max(part_max, 0))
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weight = tl.exp2((part_lse - shift) * LOG2_E)
-            rescale = tl.exp2((row_max - shift) * LOG2_E)
+            if BUILD.is_folded:
+                weight = tl.exp2(part_max - shift)
+                rescale = tl.exp2(row_max - shift)
+            else:
+                weight = tl.exp2((part_max - shift) * LOG2_E)
+                rescale = tl.exp2((row_max - shift) * LOG2_E)
             keep = (weight > 0.0)[:, None] & (columns < E)[None, :]
             value = tl.load(parts.out + at[:, None] * E + columns[None, :], mask=keep, other=0.0)
             acc = acc * rescale + tl.sum(value * weight[:, None], 0)
-            row_sum = row_sum * rescale + tl.sum(weight, 0)
+            row_sum = row_sum * rescale + tl.sum(weight * part_sum, 0)
             row_max = new_max
-        is_empty = row_sum == 0.0
-        safe_sum = tl.where(is_empty, 1.0, row_sum)
-        row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log2(safe_sum) * LN_2)
-        factor = 1.0 / safe_sum
+        row_lse, factor = softmax_end(row_max, row_sum, BUILD.is_folded)
         h = g * BUILD.group + (tile * BLOCK_M + x) % BUILD.group
         is_owned = m < seq.q_used
         if sinks is not None:

@@ -2,10 +2,10 @@
 
 Dims: q `[B, M, H, D]` or packed `[T, H, D]` with B = 1 row of storage; k `[R, N, G, D]` or
     `[pages, P, G, D]`; v the same with E; out as q with E; lse `[B, H, M]`; parts
-    `[slots, G, BLOCK_M, E]` and `[slots, G, BLOCK_M]`, fp32.
+    `[slots, G, BLOCK_M, E]` and `[slots, G, BLOCK_M, 2]`, fp32.
 Grid: teams x G; see `triton_plan.py`. Rows of a tile are queries times the query heads of one kv
     head, so that keys are read once for all of them.
-Math: FlashDecoding: online softmax over each part of the keys, then a merge by lse.
+Math: FlashDecoding: online softmax over each part of the keys, then a merge of what they left.
 Units: scores as in `kernels/softmax.py`; lse natural, fp32.
 """
 
@@ -43,10 +43,13 @@ class Scales(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What is left of units that more than one program worked on."""
+    """What is left of units that more than one program worked on: sums of weighted values, and the
+    maximum and the sum of weights of each row. Not an out and an lse: an lse of 10 holds a weight
+    to ten times the rounding.
+    """
 
     out: Any
-    lse: Any
+    state: Any
 
 
 class Rows(NamedTuple):
@@ -169,7 +172,8 @@ def load_queries(q, seq, rows, IS_PACKED: tl.constexpr, DIMS: tl.constexpr):
 def _segment(
     q_tile, k, v, place, terms, scales, seq, rows, tile, g, t0, t1, BUILD: tl.constexpr
 ):  # fmt: skip
-    """A unit's rows over its key tiles [t0, t1): out of what they see of it, and its lse."""
+    """A unit's rows over its key tiles [t0, t1): the sums of values, the maximum and the sum of the
+    weights of what they see of it."""
     BLOCK_M: tl.constexpr = BUILD.block_m
     BLOCK_N: tl.constexpr = BUILD.block_n
     DIMS: tl.constexpr = BUILD.dims
@@ -241,12 +245,10 @@ def _segment(
         if BUILD.page > 0:
             n += BLOCK_N
             row = rows_of_tile(place, seq.index, t + 1, (n >= start) & (n < stop), BUILD)
-    row_lse, factor = softmax_end(row_max, row_sum, BUILD.is_folded)
-    factor *= v_factor
     # Rows that nobody owns met keys of others.
     seen = rows.owned & (row_sum > 0.0)
-    acc = clean_rows(scale_tile(acc, factor[:, None], VALUE_DIMS), seen, VALUE_DIMS)
-    return acc, tl.where(seen, row_lse, float("-inf"))
+    acc = clean_rows(scale_tile(acc, v_factor, VALUE_DIMS), seen, VALUE_DIMS)
+    return acc, tl.where(seen, row_max, float("-inf")), tl.where(seen, row_sum, 0.0)
 
 
 @triton.jit
@@ -290,15 +292,17 @@ def _cache_attention_fwd_kernel(
             next_q = load_queries(q, next_seq, next_rows, IS_PACKED, DIMS)
         if has_work:
             t0 = work.begin + chunk * quantum
-            acc, row_lse = _segment(
+            acc, row_max, row_sum = _segment(
                 q_tile, k, v, place, terms, scales, seq, rows, tile, g, t0, t0 + count * quantum,
                 BUILD,
             )  # fmt: skip
             if count == work.quanta:
+                row_lse, factor = softmax_end(row_max, row_sum, BUILD.is_folded)
                 if terms.sinks is not None:
                     sink = tl.load(terms.sinks + rows.h, mask=rows.owned, other=0.0)
                     row_lse, shrink = join_sink(row_lse, sink.to(tl.float32))
-                    acc = scale_tile(acc, shrink[:, None], VALUE_DIMS)
+                    factor *= shrink
+                acc = scale_tile(acc, factor[:, None], VALUE_DIMS)
                 offsets = row_offsets(out, seq, rows, IS_PACKED)
                 store_rows(out.ptr, offsets, acc, rows.stored, VALUE_DIMS)
                 if lse.ptr is not None:
@@ -310,7 +314,8 @@ def _cache_attention_fwd_kernel(
                     slot = team.to(tl.int64) * 2 + tl.where(chunk == 0, 1, 0)
                 part = (slot * G + g) * BLOCK_M + tl.arange(0, BLOCK_M)
                 store_rows(parts.out, part * VALUE_DIMS[0], acc, rows.stored, VALUE_DIMS)
-                tl.store(parts.lse + part, row_lse)
+                tl.store(parts.state + part * 2, row_max)
+                tl.store(parts.state + part * 2 + 1, row_sum)
         flat += count
         b, first, tile = next_b, next_first, next_tile
         seq, work, rows = next_seq, next_work, next_rows

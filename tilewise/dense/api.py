@@ -21,7 +21,7 @@ from ..core.philox import draw_rng
 from ..core.shapes import accumulator_of, check_same_device, check_shapes
 from . import torch_flash, warm
 from .checks import PLACEMENT, check_are_tensors, check_buffers, check_call
-from .choice import BACKENDS, choose, explain, torch_wants_determinism
+from .choice import BACKENDS, choose, explain
 from .ops import Arguments, Attention, check_contents
 from .piece import Piece
 
@@ -373,7 +373,7 @@ def _terms(
         "bias": bias,
         "sinks": sinks,
         "dropout_p": dropout_p,
-        "is_deterministic": bool(deterministic) or torch_wants_determinism(),
+        "is_deterministic": bool(deterministic),
     }
 
 

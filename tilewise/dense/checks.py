@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.mask import Mask
 from ..core.shapes import check_broadcastable, check_same_device, check_same_dtype, check_shapes
+from .choice import torch_wants_determinism
 from .ops import Arguments
 
 # Arguments that say where queries and keys are stored and stand.
@@ -65,7 +66,7 @@ def check_call(
         scale=float(scale),
         softcap=terms["softcap"],
         dropout_p=float(terms["dropout_p"]),
-        is_deterministic=terms.get("is_deterministic", False),
+        is_deterministic=terms.get("is_deterministic", False) or torch_wants_determinism(),
         backend="",
     )
     if mask.has_predicate:

@@ -60,7 +60,8 @@ class BackwardBuild(NamedTuple):
 
     dim, value_dim: as tiles hold them. place: see `placement.py`. span: of a tile of keys.
     slots: blocks of rows in flight. keeps_keys: K and V stay in registers as left operands.
-    registers: of consumers, of the producer. is_added: dK and dV are added to fp32 tensors.
+    registers: of consumers, of the producer. columns, value_columns: of dK and dV in memory, where
+    they are not stored by TMA. is_added: dK and dV are added to fp32 tensors.
     """
 
     dim: int
@@ -70,7 +71,9 @@ class BackwardBuild(NamedTuple):
     slots: int
     keeps_keys: bool
     registers: tuple[int, int]
-    is_added: bool = False
+    columns: int
+    value_columns: int
+    is_added: bool
 
 
 class Descriptors(NamedTuple):
@@ -326,15 +329,15 @@ def _mma_partition(
     at = [seq.batch, tile.kv_head, seq.k_first + n0 + ID * ROWS, 0]
     n_rows = seq.k_stored - n0 - ID * ROWS
     if BUILD.is_added:
-        _store_rows(dk_out, at, dk, n_rows, DIM, True)
-        _store_rows(dv_out, at, dv, n_rows, VALUE_DIM, True)
+        _store_rows(dk_out, at, dk, n_rows, BUILD.columns, DIM, True)
+        _store_rows(dv_out, at, dv, n_rows, BUILD.value_columns, VALUE_DIM, True)
     elif BUILD.place >= PACKED:
         # TMA does not know where a document ends.
         if n_rows >= ROWS:
             _store_tiles(descs, memory, at, dk, dv, ID, BUILD)
         else:
-            _store_rows(dk_out, at, dk, n_rows, DIM, False)
-            _store_rows(dv_out, at, dv, n_rows, VALUE_DIM, False)
+            _store_rows(dk_out, at, dk, n_rows, BUILD.columns, DIM, False)
+            _store_rows(dv_out, at, dv, n_rows, BUILD.value_columns, VALUE_DIM, False)
     else:
         _store_tiles(descs, memory, at, dk, dv, ID, BUILD)
     # Shared memory stays until all of it has left.
@@ -354,15 +357,16 @@ def _store_tiles(descs, memory, at, dk, dv, ID: gl.constexpr, BUILD: gl.constexp
 
 
 @gluon.jit
-def _store_rows(out, at, x, n_rows, DIM: gl.constexpr, ADD: gl.constexpr):
+def _store_rows(
+    out, at, x, n_rows, COLUMNS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr
+):  # fmt: skip
     """The first n_rows of a consumer's rows; with ADD added to what is there."""
     LAYOUT: gl.constexpr = x.type.layout
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
     base = row_base(out, at[0], at[2], at[1])
     ptrs = base + (rows.to(gl.int64) * out.stride_m)[:, None] + cols[None, :]
-    # Heads are neighbours, so their stride is what a row stores.
-    mask = (rows < n_rows)[:, None] & (cols < out.stride_h)[None, :]
+    mask = (rows < n_rows)[:, None] & (cols < COLUMNS)[None, :]
     if ADD:
         x += gl.load(ptrs, mask=mask, other=0.0)
     gl.store(ptrs, x.to(out.ptr.dtype.element_ty), mask=mask)

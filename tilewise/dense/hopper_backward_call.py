@@ -85,7 +85,7 @@ def _launch(
     )
     build = BackwardBuild(
         dim, value_dim, call.place_kind, SpanBuild(call.mask_kind, _M, _N),
-        config.slots, config.keeps_keys, config.registers, is_added,
+        config.slots, config.keeps_keys, config.registers, dk.shape[-1], dv.shape[-1], is_added,
     )  # fmt: skip
     by_block = Config(_M, 0, 4, 1)
     operands = call.operand(dk), call.operand(dv)
@@ -109,8 +109,8 @@ def _launch(
             Launch(
                 hopper_rows._attention_bwd_hopper_finish_kernel, (n_blocks,), by_block,
                 (
-                    buffer, call.operand(dq), piece.terms.scale, place, dim, call.place_kind,
-                    is_added,
+                    buffer, call.operand(dq), piece.terms.scale, place, dq.shape[-1], dim,
+                    call.place_kind, is_added,
                 ),
                 (is_added, *call.layout_tag(dq)) if is_added else (),
             ),

@@ -243,13 +243,13 @@ def _scale_rows(x, factor):
 
 
 @gluon.jit
-def _raise(s, ref, may_raise, scale, BUILD: gl.constexpr):
+def _raise(s, ref, may_raise, scale, room):
     """P, with a new reference where a row's maximum passed it, and what earlier sums shrink by.
 
-    may_raise: of which rows, or True.
+    may_raise: of which rows, or True. room: what a new reference leaves above the maximum.
     """
     top = gl.max(s, 1) * scale
-    new = gl.where(may_raise & (top > ref), top + BUILD.room, ref)
+    new = gl.where(may_raise & (top > ref), top + room, ref)
     return exp2_fast(s * scale - new[:, None]), exp2_fast(ref - new), new
 
 
@@ -290,7 +290,9 @@ def _first_block(rings, work, ID: gl.constexpr, BUILD: gl.constexpr):
     barrier_arrive(FIRST_FREE + slot, count_everyone(BUILD), 4)
     s = _mask(_add_terms(s, work, 0, BUILD), work, 0, BUILD)
     none = gl.full([ROWS], _NO_REFERENCE, gl.float32, gl.SliceLayout(1, _accumulator(BLOCK_N)))
-    p, _, ref = _raise(s, none, True, work.scale, BUILD)
+    # Where no block follows there is nothing to make room for, and P keeps more of its bits.
+    room = gl.where(work.n_blocks > 1, BUILD.room, 0.0)
+    p, _, ref = _raise(s, none, True, work.scale, room)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, _accumulator(VALUE_DIM))
     sums = sum_in_thread(p, ROWS, BLOCK_N)
     return acc, sums, ref, pack_pairs(p, rings.v.dtype, ROWS, BLOCK_N)
@@ -325,7 +327,7 @@ def _blocks(
         if MASKED:
             barrier_arrive(FIRST_FREE + slot, EVERYONE, 4)
             s = _mask(_add_terms(s, work, j, BUILD), work, j, BUILD)
-            x, shrink, ref = _raise(s, ref, True, work.scale, BUILD)
+            x, shrink, ref = _raise(s, ref, True, work.scale, BUILD.room)
             sums = _scale_rows(sums, shrink) + sum_in_thread(x, ROWS, BLOCK_N)
             acc = warpgroup_mma_wait(0, [acc])
             barrier_arrive(v_empty_barrier(BUILD) + v_slot, EVERYONE, 4)
@@ -379,7 +381,7 @@ def _pass_limit(x, new, ref, rings, work, it, slot, ID: gl.constexpr, BUILD: gl.
         s = _issue_scores(rings, work.q, slot, BUILD)
         s = warpgroup_mma_wait(0, [s])
         s = _add_terms(s, work, it - work.iteration, BUILD)
-        x, shrink, ref = _raise(s, ref, passed, work.scale, BUILD)
+        x, shrink, ref = _raise(s, ref, passed, work.scale, BUILD.room)
         new = sum_in_thread(x, ROWS, BLOCK_N)
     else:
         total = gl.convert_layout(gl.sum(new, 1), ROW)

@@ -65,10 +65,11 @@ def _attention_bwd_hopper_prepare_kernel(
 
 @triton.jit
 def _attention_bwd_hopper_finish_kernel(
-    buffer_ptr, dq, scale, place, DIM: tl.constexpr, PLACE: tl.constexpr, ADD: tl.constexpr
+    buffer_ptr, dq, scale, place,
+    COLUMNS: tl.constexpr, DIM: tl.constexpr, PLACE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block from the buffer, scaled and rounded; with ADD added to what is there. dq may
-    have fewer columns than DIM."""
+    """dQ of a block from the buffer, scaled and rounded; with ADD added to what is there. COLUMNS:
+    of dq in memory, not more than DIM."""
     seq, h, m0, number = _locate(place, PLACE)
     r = tl.arange(0, _BLOCK)[:, None]
     column = tl.arange(0, DIM)[None, :]
@@ -77,8 +78,7 @@ def _attention_bwd_hopper_finish_kernel(
     in_group = r // 16 * 128 + r % 8 * 16 + c % 8 // 2 * 4 + r // 8 % 2 * 2 + c % 2
     x = tl.load(buffer_ptr + number * (_BLOCK * DIM) + half + c // 8 * 512 + in_group) * scale
     ptrs = row_base(dq, seq.batch, seq.q_first + m0, h) + r.to(tl.int64) * dq.stride_m + column
-    # Heads are neighbours, so their stride is what a row stores.
-    mask = (m0 + r < seq.q_stored) & (column < dq.stride_h)
+    mask = (m0 + r < seq.q_stored) & (column < COLUMNS)
     if ADD:
         x += tl.load(ptrs, mask=mask, other=0.0)
     tl.store(ptrs, x.to(dq.ptr.dtype.element_ty), mask=mask)

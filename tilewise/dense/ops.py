@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.first_derivative import mark_first_derivatives
 from ..core.mask import Mask, raise_mask
 from ..core.positions import Positions
 from ..core.shapes import accumulator_of
@@ -410,23 +411,7 @@ class Attention(torch.autograd.Function):
                     tail[: ctx.n_starts], *ctx.mask, tail[ctx.n_starts :], *ctx.scalars, ctx.wanted,
                 )  # fmt: skip
                 wanted = (True, True, True, *ctx.wanted)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            inputs = (dout, dlse, q, k, v, bias, slopes, sinks)
-            gradients = _FirstDerivative.apply(len(inputs), *inputs, *gradients)
+        inputs = (dout, dlse, q, k, v, bias, slopes, sinks)
+        gradients = mark_first_derivatives("attention", inputs, gradients)
         kept = [g if want else None for g, want in zip(gradients, wanted, strict=True)]
         return (*kept, *_NONE)[:10]
-
-
-class _FirstDerivative(torch.autograd.Function):
-    """Marks gradients as functions of their inputs whose own derivative is refused, not 0."""
-
-    @staticmethod
-    def forward(ctx: Any, n_inputs: int, *tensors: Tensor | None) -> Any:
-        return tuple(x.view_as(x) for x in tensors[n_inputs:] if x is not None)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        raise NotImplementedError(
-            "attention: second derivatives are not implemented on this backend; "
-            "backend='reference' has them."
-        )

@@ -349,10 +349,10 @@ def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients
     )  # fmt: skip
     call.launch_together([*(launch for launch, _, _ in kernels), rows])
     for _, wanted, targets in kernels:
-        if targets is wanted:
+        if targets is wanted or call.B == 0:
             continue
         for target, shares in zip(wanted, targets, strict=True):
-            total = shares.unflatten(0, (-1, target.shape[0])).sum(0)
+            total = shares.unflatten(0, (-1, call.B)).sum(0)
             if gradients.is_added:
                 target.add_(total)
             else:

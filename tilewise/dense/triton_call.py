@@ -40,7 +40,7 @@ from ..kernels.structs import (
 )
 from .choice import FEW_KEYS, LEAST_SCALE
 from .config import Key
-from .piece import Piece
+from .piece import Piece, Terms
 from .triton_placement import (
     DOCUMENTS,
     FAR,
@@ -228,26 +228,7 @@ class TritonCall:
 
     @cached_property
     def terms(self) -> ScoreTerms:
-        terms = self.piece.terms
-        scale = terms.scale / (terms.softcap or 1.0)
-        if self.is_folded:
-            scale *= math.log2(math.e)
-        slopes = absent(Slopes)
-        if terms.alibi_slopes is not None:
-            rows = terms.alibi_slopes.contiguous()
-            slopes = Slopes(rows, code(rows.shape[-1] if rows.dim() == 2 else 0))
-        sinks = terms.sinks
-        return ScoreTerms(
-            scale,
-            terms.scale,
-            terms.softcap or 1.0,
-            absent(Bias) if terms.bias is None else self.bias_operand(terms.bias),
-            slopes,
-            None if sinks is None else sinks.contiguous(),
-            terms.rng if terms.dropout_p > 0.0 else None,
-            1.0 / (1.0 - terms.dropout_p),
-            *(code(half) for half in divmod(drop_threshold(terms.dropout_p), 1 << 16)),
-        )
+        return score_terms(self.piece.terms, self.is_folded)
 
     @staticmethod
     def bias_operand(bias: Tensor) -> Bias:
@@ -430,6 +411,29 @@ class TritonCall:
             self.device,
         )
         return mask
+
+
+def score_terms(terms: Terms, is_folded: bool) -> ScoreTerms:
+    """A call's terms as kernels take them. is_folded: see `Build`."""
+    scale = terms.scale / (terms.softcap or 1.0)
+    if is_folded:
+        scale *= math.log2(math.e)
+    slopes = absent(Slopes)
+    if terms.alibi_slopes is not None:
+        rows = terms.alibi_slopes.contiguous()
+        slopes = Slopes(rows, code(rows.shape[-1] if rows.dim() == 2 else 0))
+    sinks = terms.sinks
+    return ScoreTerms(
+        scale,
+        terms.scale,
+        terms.softcap or 1.0,
+        absent(Bias) if terms.bias is None else TritonCall.bias_operand(terms.bias),
+        slopes,
+        None if sinks is None else sinks.contiguous(),
+        terms.rng if terms.dropout_p > 0.0 else None,
+        1.0 / (1.0 - terms.dropout_p),
+        *(code(half) for half in divmod(drop_threshold(terms.dropout_p), 1 << 16)),
+    )
 
 
 def contiguous_statistics(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.mask import Mask
+from .choice import torch_wants_determinism
 from .ops import Arguments, gradients_on_gpu
 from .piece import Piece
 
@@ -65,7 +66,8 @@ def key_of(
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
-        mask_key, terms["scale"], terms["softcap"], terms["is_deterministic"], *rest,
+        mask_key, terms["scale"], terms["softcap"], terms["is_deterministic"],
+        torch_wants_determinism(), *rest,
     )  # fmt: skip
 
 

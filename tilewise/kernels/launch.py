@@ -103,7 +103,7 @@ def _make_launcher(kernel: Any) -> None:
 
 def _constants_of(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """What mostly settles the binary; a kernel that it misses is compiled when it is launched."""
-    kinds = (x.ptr.dtype if isinstance(x, Operand) else x for x in arguments)
+    kinds = (getattr(x.ptr, "dtype", False) if isinstance(x, Operand) else x for x in arguments)
     return tuple(x for x in kinds if isinstance(x, (bool, Build, torch.dtype)))
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.first_derivative import mark_first_derivatives
 from ..core.shapes import accumulator_of
 from .choice import choose
 from .inputs import Inputs
+from .tiled import linear_tiled
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, "
@@ -36,38 +38,16 @@ library.define(
 def _linear_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs, backend = Inputs(*arguments[:-1]), arguments[-1]
     check_contents(inputs)
-    match choose("linear", backend, inputs):
-        case "triton":
-            from . import triton_forward
-
-            return triton_forward.linear_fwd(inputs)
-        case name:
-            from . import tiled
-
-            # What autocast is for has been done to q, k and v.
-            with torch.autocast(inputs.q.device.type, enabled=False):
-                out, state = tiled.linear_tiled(inputs, _CHUNKS[name])
+    # What autocast is for has been done to q, k and v.
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        out, state = linear_tiled(inputs, _CHUNKS[choose("linear", backend)])
     # An op's outputs may not be its inputs.
     return out, state.clone() if state is inputs.initial_state else state
 
 
 def _linear_bwd(dout: Tensor, dstate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Of a form in plain torch, which is run again under autograd."""
     inputs, backend, wanted = Inputs(*rest[:8]), rest[8], rest[9]
-    match choose("linear", backend, inputs):
-        case "triton":
-            from . import triton_backward
-
-            return triton_backward.linear_bwd(dout, dstate, inputs, wanted)
-        case name:
-            return _recomputed(dout, dstate, inputs, name, wanted)
-
-
-def _recomputed(
-    dout: Tensor, dstate: Tensor, inputs: Inputs, name: str, wanted: list[bool]
-) -> tuple[Tensor, ...]:
-    """Gradients of a form in plain torch, which is run again under autograd."""
-    from . import tiled
-
     no_autocast = torch.autocast(inputs.q.device.type, enabled=False)
     with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad(), no_autocast:
         # Below a dispatch mode, such as a counter of flops, autograd is switched off.
@@ -76,7 +56,7 @@ def _recomputed(
                 getattr(torch._C.DispatchKey, key), False
             )
         leaves = inputs.map(lambda x: x.detach().requires_grad_())
-        out, state = tiled.linear_tiled(leaves, _CHUNKS[name])
+        out, state = linear_tiled(leaves, _CHUNKS[choose("linear", backend)])
     asked = [x for x, want in zip(leaves.tensors, wanted, strict=True) if want and x is not None]
     results = [(x, dx) for x, dx in ((out, dout), (state, dstate)) if x.requires_grad]
     outs, upstream = zip(*results, strict=True)
@@ -153,26 +133,10 @@ class Linear(torch.autograd.Function):
             gradients = torch.ops.tilewise.linear_bwd(
                 dout, dstate, *tensors, ctx.scale, ctx.backend, wanted
             )
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            inputs = (dout, dstate, *tensors)
-            gradients = _FirstDerivative.apply(len(inputs), *inputs, *gradients)
+        inputs = (dout, dstate, *tensors)
+        gradients = mark_first_derivatives("linear", inputs, gradients)
         kept = [
             dx if want and x is not None else None
             for x, dx, want in zip(tensors, gradients, wanted, strict=False)
         ]
         return (None, None, *kept, None)
-
-
-class _FirstDerivative(torch.autograd.Function):
-    """Marks gradients as functions of their inputs whose own derivative is refused, not 0."""
-
-    @staticmethod
-    def forward(ctx: Any, n_inputs: int, *tensors: Tensor | None) -> Any:
-        return tuple(x.view_as(x) for x in tensors[n_inputs:] if x is not None)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        raise NotImplementedError(
-            "linear: second derivatives are not implemented on this backend; "
-            "backend='reference' has them."
-        )

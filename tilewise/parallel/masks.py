@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.mask import And, Mask, Not, Or
 from ..core.mask_bits import Bits
-from ..core.mask_leaves import BatchShiftedWindow, Documents, Intervals, KeyBounds
+from ..core.mask_leaves import BatchShiftedWindow, Documents, Intervals, KeyBounds, Tree
 
 # The tables of each leaf that are `[B or 1, ...]`, and those whose second dim is `H or 1`.
 _BATCHED: dict[type[Mask], tuple[str, ...]] = {
@@ -18,6 +18,7 @@ _BATCHED: dict[type[Mask], tuple[str, ...]] = {
     Intervals: ("starts", "stops"),
     KeyBounds: ("starts", "stops"),
     BatchShiftedWindow: ("offsets",),
+    Tree: ("bits",),
 }
 _WITH_HEADS: tuple[type[Mask], ...] = (Bits, Intervals)
 

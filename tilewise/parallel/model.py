@@ -39,9 +39,10 @@ class Machine:
         return self.node_bytes_s if ranks <= self.node else self.far_bytes_s
 
 
-# NVLink 4 carries 450 GB/s each way, a 400 Gb/s NIC 50 GB/s; three quarters of it are sustained.
-# Rates: the dense kernels' at D 128 causal 16k, as measured on one H200.
-H200 = Machine("H200, NVLink 4, 400 Gb/s per GPU", 560e12, 480e12, 340e9, 38e9)
+# NVLink 4 carries 450 GB/s each way, a 400 Gb/s NIC 50 GB/s; three quarters of it are sustained:
+# between two H200s 316 to 355 GB/s. Rates: the dense kernels' at H 32 G 8 D 128 causal 64k, as
+# measured on one H200 (2026-11-30).
+H200 = Machine("H200, NVLink 4, 400 Gb/s per GPU", 819e12, 532e12, 340e9, 38e9)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..core.mask import Mask
 from ..core.mask_leaves import full
 from ..core.shapes import check_broadcastable
 from ..dense.checks import check_call
-from ..dense.choice import choose_for_pieces, torch_wants_determinism
+from ..dense.choice import choose_for_pieces
 from .agree import Memo, Signature, agree, describe_mask
 from .choice import ScheduleChoice
 from .choice import choose as choose_schedule
@@ -99,9 +99,8 @@ def scalars_of(
     scale: float | None, softcap: float | None, dropout_p: float, deterministic: bool
 ) -> dict[str, Any]:
     """`Given.scalars` from a call's arguments."""
-    wanted = bool(deterministic) or torch_wants_determinism()
     named = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
-    return {**named, "is_deterministic": wanted}
+    return {**named, "is_deterministic": bool(deterministic)}
 
 
 def links_of(mesh: Any, group: Any) -> tuple[Link, ...]:

@@ -19,7 +19,7 @@ from ..core.partials import Partial
 from ..dense.triton_call import TritonCall, cut_dim
 from ..kernels.launch import Config, launch
 from ..kernels.structs import Operand, absent
-from ..kernels.tiles import load_tile, row_base, statistics_base, store_tile
+from ..kernels.tiles import load_tile, row_base, row_product, statistics_base, store_tile
 
 _CONFIG = Config(32, 0, 4, 1)
 
@@ -40,14 +40,18 @@ def _lerp(a, b, share):
 
 @triton.jit(do_not_specialize=["M", "H"])
 def _merge_rows_kernel(
-    out, part_out, final, lse, part_lse, M, H,
+    out, part_out, final, lse, part_lse, merged_lse, M, H,
     DIMS: tl.constexpr, IS_WIDE: tl.constexpr, KEEPS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merge `part` into `out` and `lse`; out in the dtype of `final` too, where there is one."""
+    """Merge `part` into `out`; out in the dtype of `final` too, where there is one.
+
+    merged_lse: of the merge, apart from lse. Triton loads a row's number once for each layout that
+    it is needed in, by several warps, and nothing keeps one warp from storing over it before.
+    """
     b, h, m0, stored = _row_tile(M, H, BLOCK_M)
     rows = tl.arange(0, BLOCK_M)
-    lse_base = statistics_base(lse, b, m0, h)
-    old = tl.load(lse_base + rows, mask=stored, other=float("-inf"))
+    minus_inf = float("-inf")
+    old = tl.load(statistics_base(lse, b, m0, h) + rows, mask=stored, other=minus_inf)
     new = tl.load(statistics_base(part_lse, b, m0, h) + rows, mask=stored, other=float("-inf"))
     top = tl.maximum(old, new)
     # Where both are empty the row stays as it is.
@@ -56,7 +60,8 @@ def _merge_rows_kernel(
     weight = tl.exp(new - shift)
     total = tl.where(is_empty, 1.0, tl.exp(old - shift) + weight)
     share = (weight / total)[:, None]
-    tl.store(lse_base + rows, tl.where(is_empty, top, shift + tl.log(total)), mask=stored)
+    merged_base = statistics_base(merged_lse, b, m0, h)
+    tl.store(merged_base + rows, tl.where(is_empty, top, shift + tl.log(total)), mask=stored)
     base = row_base(out, b, m0, h)
     tile = load_tile(base, out.stride_m, stored, True, BLOCK_M, DIMS, IS_WIDE)
     part_base = row_base(part_out, b, m0, h)
@@ -71,12 +76,6 @@ def _merge_rows_kernel(
         store_tile(final_base, final.stride_m, merged, stored, BLOCK_M, DIMS, False, IS_WIDE)
 
 
-@triton.jit
-def _row_product(o, do):
-    # An out of 0 adds nothing: an empty row is all 0, and its dO may be anything.
-    return tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)
-
-
 @triton.jit(do_not_specialize=["M", "H"])
 def _row_deltas_kernel(
     out, dout, dlse, delta, M, H,
@@ -87,9 +86,7 @@ def _row_deltas_kernel(
     o_base, do_base = row_base(out, b, m0, h), row_base(dout, b, m0, h)
     o_tile = load_tile(o_base, out.stride_m, stored, True, BLOCK_M, DIMS, IS_WIDE)
     do_tile = load_tile(do_base, dout.stride_m, stored, True, BLOCK_M, DIMS, IS_WIDE)
-    total = _row_product(o_tile[0], do_tile[0])
-    for i in tl.static_range(1, len(DIMS) - 1):
-        total += _row_product(o_tile[i], do_tile[i])
+    total = row_product(o_tile, do_tile, DIMS)
     if dlse.ptr is not None:
         total -= tl.load(statistics_base(dlse, b, m0, h) + rows, mask=stored, other=0.0)
     tl.store(statistics_base(delta, b, m0, h) + rows, total, mask=stored)
@@ -106,14 +103,17 @@ def merge_rows(
     outs = (total.out, part.out)
     _, M, H, E = total.out.shape
     operand = TritonCall.operand
+    merged = torch.empty(total.lse.shape, dtype=total.lse.dtype, device=total.lse.device)
     arguments = (
         *(operand(x) for x in outs),
         absent(Operand) if final is None else operand(final),
         TritonCall.statistics(total.lse),
         TritonCall.statistics(part.lse),
+        TritonCall.statistics(merged),
         M, H, cut_dim(E), _is_wide(*outs), keeps or final is None, _CONFIG.block_m,
     )  # fmt: skip
     _launch(_merge_rows_kernel, arguments, total.out)
+    total.lse.copy_(merged)
 
 
 def row_deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from tilewise.bench.decode import run as running
 from tilewise.bench.decode.cases import DecodeCase, decode_cases, mla_cases
 from tilewise.bench.decode.peers import DecodePeer, find_peers
-from tilewise.bench.decode.run import HostMeter, measure, verify
+from tilewise.bench.decode.run import HostMeter, Oracle, measure
 from tilewise.cli import main
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def test_bytes_and_flops_are_those_of_the_formula() -> None:
 @pytest.mark.parametrize("case", [*decode_cases(False, False), *mla_cases(False, True)], ids=str)
 def test_ours_is_right_on_every_case(case: DecodeCase) -> None:
     ours = find_peers(CPU)[0][0]
-    assert ours.is_ours and verify(ours.build(case), case, CPU) == ""
+    assert ours.is_ours and Oracle.of(case, CPU).judge(ours.build(case)) == ""
 
 
 def test_a_wrong_contestant_is_not_timed() -> None:

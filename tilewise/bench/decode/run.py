@@ -17,6 +17,7 @@ from ...decode.cache import KVCache
 from ...decode.call import Splits, make_call
 from ...decode.reference import cache_eager, cache_reference
 from ..harness import describe_error, time_rounds
+from ..parallel import pieces
 from ..progress import Progress
 from .cases import DecodeCase
 from .peers import Attend, DecodePeer, scale_of
@@ -102,13 +103,14 @@ def measure(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     drawn = [case.draw(device, seed) for seed in range(sets)]
+    oracle = Oracle.of(case, device)
     for peer in peers:
         if not peer.serves(case):
             continue
         row = rows[peer.name] = DecodeRow(case, peer.name, peer.version)
         try:
             attend = peer.build(case)
-            row.note = verify(attend, case, device)
+            row.note = oracle.judge(attend)
             row.is_refused = bool(row.note)
             if row.is_refused:
                 continue
@@ -138,17 +140,30 @@ def measure(
     return list(rows.values())
 
 
-def verify(attend: Attend, case: DecodeCase, device: torch.device) -> str:
-    """What is wrong with a contestant on the case's short form; empty where nothing is."""
-    short = case.verified_form()
-    q, cache = short.draw(device, seed=7)
-    got = attend(q, cache)
-    terms = {
-        "scale": scale_of(case), "softcap": None, "alibi_slopes": None, "bias": None, "sinks": None,
-    }  # fmt: skip
-    call = make_call("bench", q, cache, causal(), terms, None, None, Splits())
-    report = measure_budget(got, cache_reference(call).out, cache_eager(call).out, name="out")
-    return "" if report.is_within else str(report)
+@dataclass(frozen=True)
+class Oracle:
+    """A case's short form, what is exact there and what eager makes of it."""
+
+    q: Tensor
+    cache: KVCache
+    exact: Tensor
+    eager: Tensor
+
+    @classmethod
+    def of(cls, case: DecodeCase, device: torch.device) -> Oracle:
+        q, cache = case.verified_form().draw(device, seed=7)
+        terms = {
+            "scale": scale_of(case), "softcap": None, "alibi_slopes": None, "bias": None,
+            "sinks": None,
+        }  # fmt: skip
+        call = make_call("bench", q, cache, causal(), terms, None, None, Splits())
+        return cls(q, cache, cache_reference(call).out, cache_eager(call).out)
+
+    def judge(self, attend: Attend) -> str:
+        """What is wrong with a contestant; empty where nothing is."""
+        got = attend(self.q, self.cache)
+        report = measure_budget(got, self.exact, self.eager, name="out")
+        return "" if report.is_within else str(report)
 
 
 def _count_sets(case: DecodeCase) -> int:
@@ -184,14 +199,8 @@ def _enter_ratios(rows: dict[str, DecodeRow]) -> None:
         ours.x_best_peer = min(others) / ours.us
 
 
-class HostMeter:
-    """The same for a CPU: the host's clock, and calls in a row."""
-
-    def sample(self, call: Callable[[], Any], repeats: int) -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        return (time.perf_counter() - start) / repeats
+class HostMeter(pieces.HostMeter):
+    """The same for a CPU, and calls in a row."""
 
     def sample_host(self, call: Callable[[], Any], repeats: int) -> float:
         return self.sample(call, 3)

@@ -125,10 +125,9 @@ def urgent_group() -> Any:
 def _measure_cell(session: Session, cell: Cell) -> None:
     request = session.request
     if session.is_late(session.expected_s(cell)):
+        form = (session.ranks, cell.mask, cell.tokens, cell.direction)
         note = "left out: the time did not suffice"
-        session.keep(
-            RankRow("all", session.ranks, cell.mask, cell.tokens, cell.direction, note=note)
-        )
+        session.keep(RankRow("all", *form, note=note, is_ours=False))
         return
     contestants, rows = _build(session, cell)
     calls: dict[str, tuple[Call, Any]] = {}
