@@ -1,0 +1,116 @@
+"""The pass over states backwards: one program carries a slice of the gradient of a head's state.
+
+Dims, Grid: as `states.py`.
+Math: with dS' the gradient of the state at a chunk's end and do that of the output,
+    dd = scores^T do + k dS';  y = inverse^T dd;  de = beta y;  dS = total dS' + q^T do - k^T de,
+    with k of dd decayed to the chunk's end, q and the other k from its start. de is the gradient of
+    v; without a delta rule dd is. Scores are loaded transposed: see `kernels/README.md` on
+    transposed products.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...kernels.structs import decode
+from .structs import SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slot
+from .tiles import (
+    dot,
+    fine_dot,
+    load_block,
+    load_block_transposed,
+    load_columns,
+    load_numbers,
+    load_rows,
+    narrow,
+    store_block,
+    store_rows,
+)
+
+
+@triton.jit
+def _states_bwd_kernel(
+    call, prepared, states, dout, dfinal, dinitial, dv, dstates, dsteps, dtotal,
+    FULL_D: tl.constexpr, BLOCK_E: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """By slot and head: dstates (dS') `[D, E]`, dsteps (y of a delta rule) `[C, E]` and dtotal
+    `[slices, D or 1]`, the gradient of a whole chunk's decay."""
+    C: tl.constexpr = BUILD.chunk
+    D: tl.constexpr = BUILD.dim
+    E: tl.constexpr = BUILD.value_dim
+    DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
+    SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    H = decode(call.place.H)
+    pid = tl.program_id(0)
+    e0 = (pid % SLICES) * BLOCK_E
+    head = (pid // SLICES) % H
+    sequence = pid // SLICES // H
+    qk_head = head // decode(call.place.group)
+    index = (sequence * H + head).to(tl.int64)
+    dstate = load_block(dfinal, index, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
+    n_chunks = count_chunks(call.place, sequence)
+    for backwards in range(0, n_chunks):
+        n = n_chunks - 1 - backwards
+        slot, row, first, count = locate_slot(call.place, sequence, n, C)
+        at = slot.to(tl.int64) * H + head
+        after = narrow(dstate, DTYPE, BUILD)
+        store_block(dstates, at, 0, e0, after, FULL_D, BLOCK_E, D, E, BUILD)
+        do = load_rows(dout, row, first, count, head, e0, C, BLOCK_E, E)
+        if BUILD.gate == VECTOR_GATE:
+            k = load_block(prepared.k, at, 0, 0, C, FULL_D, C, D)
+        else:
+            k = load_rows(call.k, row, first, count, qk_head, 0, C, FULL_D, D)
+        dd = dot(k, after, None, DTYPE, BUILD)
+        if BUILD.gate == SCALAR_GATE:
+            dd *= tl.load(prepared.left + at * C + tl.arange(0, C))[:, None]
+        scores = load_block_transposed(prepared.scores, at, 0, 0, C, C, C, C)
+        dd = dot(scores, do, dd, DTYPE, BUILD)
+        if BUILD.has_delta:
+            inverse = load_block_transposed(prepared.inverse, at, 0, 0, C, C, C, C)
+            dd = fine_dot(inverse, dd, BUILD)
+            store_block(dsteps, at, 0, e0, dd, C, BLOCK_E, C, E, BUILD)
+            dd *= load_numbers(call.beta, row, first, count, head, C)[:, None]
+        store_rows(dv, row, first, count, head, e0, dd, C, BLOCK_E, E, BUILD)
+        if BUILD.gate == VECTOR_GATE:
+            dims = tl.arange(0, FULL_D)
+            state = load_block(states, at, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
+            passed = tl.sum(state * dstate, 1)
+            tl.store(dtotal + (at * SLICES + e0 // BLOCK_E) * D + dims, passed, mask=dims < D)
+            total = tl.load(prepared.total + at * D + dims, mask=dims < D, other=0.0)
+            dstate *= total[:, None]
+        if BUILD.gate == SCALAR_GATE:
+            state = load_block(states, at, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
+            passed = tl.sum(tl.sum(state * dstate, 1), 0)
+            tl.store(dtotal + at * SLICES + e0 // BLOCK_E, passed)
+            dstate *= tl.load(prepared.total + at)
+        do = do.to(tl.float32)
+        dstate = _add_read(
+            call, prepared, dstate, do, at, row, first, count, qk_head, True, FULL_D, BUILD
+        )
+        if BUILD.has_delta:
+            dstate = _add_read(
+                call, prepared, dstate, -dd, at, row, first, count, qk_head, False, FULL_D, BUILD
+            )
+    store_block(dinitial, index, 0, e0, dstate, FULL_D, BLOCK_E, D, E, BUILD)
+
+
+@triton.jit
+def _add_read(
+    call, prepared, dstate, dread, at, row, first, count, qk_head,
+    BY_Q: tl.constexpr, FULL_D: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """What the gradient of q's or k's reading of the state adds to that of the state."""
+    C: tl.constexpr = BUILD.chunk
+    DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
+    if BUILD.gate == VECTOR_GATE:
+        reader = prepared.q if BY_Q else prepared.seen
+        x = load_block_transposed(reader, at, 0, 0, C, FULL_D, C, BUILD.dim)
+    else:
+        source = call.q if BY_Q else call.k
+        x = load_columns(source, row, first, count, qk_head, 0, C, FULL_D, BUILD.dim)
+        if BY_Q:
+            dread *= call.scale
+        if BUILD.gate == SCALAR_GATE:
+            dread *= tl.load(prepared.reached + at * C + tl.arange(0, C))[:, None]
+    return dot(x, dread, dstate, DTYPE, BUILD)

@@ -1,0 +1,61 @@
+"""Backward of the chunk form by Triton: make states and d again, pass over the states backwards,
+then the gradients of each chunk by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .config import CHUNK
+from .inputs import Inputs
+from .stages.gradients import _chunk_gradients_kernel
+from .stages.states_backward import _states_bwd_kernel
+from .triton_call import LinearCall
+from .triton_forward import linear_states
+
+
+def linear_bwd(
+    dout: Tensor, dstate: Tensor, inputs: Inputs, wanted: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv, dg, dbeta, dinitial_state; empty where there is none or none is wanted."""
+    call = LinearCall(inputs)
+    remade = linear_states(call)
+    dstates = call.buffer(call.D, call.E)
+    dsteps = call.buffer(CHUNK, call.E) if call.has_delta else None
+    dtotal = None
+    if call.gate:
+        width = call.D if call.gate == 2 else 1
+        dtotal = call.buffer(call.n_slices, width, dtype=torch.float32)
+    dv = call.rows_like(inputs.v)
+    dinitial = call.new_state()
+    upstream = call.operand(dout)
+    call.launch_states(
+        _states_bwd_kernel, call.call, remade.prepared, remade.states, upstream,
+        dstate.contiguous(), dinitial, call.operand(dv), dstates, dsteps, dtotal,
+    )  # fmt: skip
+    # One of its own for each value head: heads that share q and k are summed up in fp32.
+    heads = (*inputs.v.shape[:-1], call.D)
+    shared = torch.float32 if call.group > 1 else call.dtype
+    dq, dk = (call.new_rows(heads, shared) for _ in "qk")
+    dg = None if inputs.g is None else call.rows_like(inputs.g)
+    dbeta = None if inputs.beta is None else call.rows_like(inputs.beta)
+    results = (
+        call.operand(dq),
+        call.operand(dk),
+        call.operand(dg) if call.gate == 2 else call.numbers(dg),
+        call.numbers(dbeta),
+    )
+    made = (remade.states, remade.errors, remade.steps)
+    call.launch_chunks(
+        _chunk_gradients_kernel, call.config.gradients, call.call, made,
+        (dstates, dsteps, dtotal), upstream, results, call.n_slices,
+    )  # fmt: skip
+    if call.group > 1:
+        dq, dk = (x.unflatten(-2, (-1, call.group)).sum(-2).to(call.dtype) for x in (dq, dk))
+    nothing = dout.new_empty(0)
+    found = (dq, dk, dv, dg, dbeta, dinitial)
+    return tuple(
+        nothing if x is None or not want else x for x, want in zip(found, wanted, strict=True)
+    )

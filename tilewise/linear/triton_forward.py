@@ -1,0 +1,53 @@
+"""Forward of the chunk form by Triton: prepare every chunk by itself, then pass over the states."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.structs import Operand, absent
+from .config import CHUNK
+from .inputs import Inputs
+from .stages.prepare import _chunk_prepare_kernel
+from .stages.states import _states_kernel
+from .stages.structs import Prepared
+from .triton_call import LinearCall
+
+
+def linear_fwd(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """`(out, final_state)`."""
+    call = LinearCall(inputs)
+    out, final = call.rows_like(inputs.v), call.new_state()
+    prepared = call.prepared()
+    call.launch_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
+    call.launch_states(
+        _states_kernel, call.call, prepared, call.initial, final, call.operand(out), None, None,
+        None,
+    )  # fmt: skip
+    return out, final
+
+
+class Remade(NamedTuple):
+    """What the backward makes again: see `stages/states.py`. errors: None without a delta rule."""
+
+    prepared: Prepared
+    states: Tensor
+    errors: Tensor | None
+    steps: Tensor
+
+
+def linear_states(call: LinearCall) -> Remade:
+    prepared = call.prepared()
+    # The gradient of a chunk's decay is all of the state times its gradient: rounded to 16 bits it
+    # would be over the error budget.
+    dtype = torch.float32 if call.gate else None
+    states, steps = call.buffer(call.D, call.E, dtype=dtype), call.buffer(CHUNK, call.E)
+    errors = call.buffer(CHUNK, call.E) if call.has_delta else None
+    call.launch_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
+    call.launch_states(
+        _states_kernel, call.call, prepared, call.initial, call.new_state(), absent(Operand),
+        states, errors, steps,
+    )  # fmt: skip
+    return Remade(prepared, states, errors, steps)
