@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -29,7 +31,27 @@ def qwen3_next() -> Any:
         moe_intermediate_size=16, shared_expert_intermediate_size=16, decoder_sparse_step=1,
         attn_implementation="eager",
     )  # fmt: skip
+    # The others know no fp64.
+    config._experts_implementation = "eager"
     return transformers.Qwen3NextForCausalLM(config)
+
+
+@contextmanager
+def in_fp64() -> Iterator[None]:
+    """What a model takes to fp32 it takes to fp64 here: its own code becomes its own oracle."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+def check(ours: dict[str, Tensor], theirs: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    """Ours in fp32 by the error budget: exact is their own code in fp64, eager the same in fp32."""
+    assert set(ours) == set(theirs) == set(exact)
+    for name, x in exact.items():
+        assert x.dtype == torch.float64
+        assert_within_budget(ours[name], x, theirs[name], name=name)
 
 
 @pytest.fixture(autouse=True)
@@ -70,17 +92,14 @@ def test_qwen3_next_on_our_ops_is_the_model(padded: bool) -> None:
         mask[0, :9] = 0
     mask_given = mask if padded else None
     theirs = outputs_and_gradients(model, ids, mask_given)
+    with in_fp64():
+        exact = outputs_and_gradients(deepcopy(model).double(), ids, mask_given)
     calls = count_calls()
     assert len(use_linear_attention(model)) == 4
     ours = outputs_and_gradients(model, ids, mask_given)
     # Three of four layers.
     assert calls() == 3
-    assert set(ours) == set(theirs)
-    for name, value in ours.items():
-        # Both in fp32 through four layers, whose expert products know no fp64; sums that cancel.
-        wide = theirs[name].double()
-        floor = 5e-4 * float(wide.abs().max())
-        assert_within_budget(value, wide, wide, name=name, floor=floor)
+    check(ours, theirs, exact)
 
 
 def count_calls() -> Any:
@@ -105,37 +124,38 @@ def test_qwen3_next_prefill_then_decode_equals_full() -> None:
     torch.manual_seed(0)
     model = qwen3_next().eval()
     ids = torch.randint(0, 61, (2, 70))
-    use_linear_attention(model)
     with torch.no_grad():
-        full = model(ids).logits
+        theirs = model(ids).logits
+        with in_fp64():
+            exact = deepcopy(model).double()(ids).logits
+        use_linear_attention(model)
         cached = model(ids[:, :66], use_cache=True)
         parts, cache = [cached.logits], cached[1]
         for t in range(66, 70):
             step = model(ids[:, t : t + 1], cache=cache, use_cache=True)
             parts.append(step.logits)
             cache = step[1]
-    got = torch.cat(parts, 1)
-    wide = full.double()
-    assert_within_budget(got, wide, wide, floor=1e-4 * float(wide.abs().max()))
+    check({"logits": torch.cat(parts, 1)}, {"logits": theirs}, {"logits": exact})
 
 
 def test_kimi_delta_attention_is_kda() -> None:
     from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 
-    shapes = [(2, 70, 4, 16)] * 3
-    q, k, v = (torch.randn(*s, requires_grad=True) for s in shapes)
-    g = (-torch.rand(2, 70, 4, 16)).requires_grad_()
-    beta = torch.rand(2, 70, 4).requires_grad_()
+    tensors = {name: torch.randn(2, 70, 4, 16) for name in "qkv"}
+    tensors |= {"g": -torch.rand(2, 70, 4, 16), "beta": torch.rand(2, 70, 4)}
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    leaves = [q, k, v, g, beta]
-    results = []
-    for call in (kimi.chunk_kimi_delta_attention, _OURS["chunk_kimi_delta_attention"]):
-        out, state = call(q, k, v, g=g, beta=beta, **options)
-        grads = torch.autograd.grad(out.square().sum() + state.square().sum(), leaves)
-        results.append([out, state, *grads])
-    for theirs, ours in zip(*results, strict=True):
-        wide = theirs.detach().double()
-        assert_within_budget(ours, wide, wide, floor=1e-4 * float(wide.abs().max()))
+
+    def results(call: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+        x = {name: t.to(dtype).requires_grad_() for name, t in tensors.items()}
+        out, state = call(x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"], **options)
+        grads = torch.autograd.grad(out.square().sum() + state.square().sum(), list(x.values()))
+        return {"out": out, "state": state, **dict(zip(x, grads, strict=True))}
+
+    fp32 = torch.float32
+    theirs = results(kimi.chunk_kimi_delta_attention, fp32)
+    with in_fp64():
+        exact = results(kimi.chunk_kimi_delta_attention, torch.float64)
+    check(results(_OURS["chunk_kimi_delta_attention"], fp32), theirs, exact)
 
 
 def test_minimax_lightning_attention_is_retention() -> None:
@@ -147,21 +167,30 @@ def test_minimax_lightning_attention_is_retention() -> None:
         layer_types=["linear_attention", "full_attention"],
     )  # fmt: skip
     layer = MiniMaxLightningAttention(config, 0)
-    x = torch.randn(2, 75, 32, requires_grad=True)
-    theirs = layer(x, None, None)[0]
-    qkv = layer.act_fn(layer.qkv_proj(x)).unflatten(-1, (4, 24))
-    q, k, v = qkv.split(8, dim=-1)
-    out, _ = linear.retention(q, k, v, log_decay=-layer.slope_rate.flatten(), scale=1.0)
-    gate = torch.sigmoid(layer.output_gate(x))
-    ours = layer.out_proj(gate * layer.norm(out.flatten(-2)))
-    leaves = [x, *layer.parameters()]
-    pairs = [(ours, theirs)]
-    pairs += zip(
-        *(torch.autograd.grad(y.square().sum(), leaves) for y in (ours, theirs)), strict=True
-    )
-    for got, expected in pairs:
-        wide = expected.detach().double()
-        assert_within_budget(got, wide, wide, floor=1e-4 * float(wide.abs().max()))
+    x = torch.randn(2, 75, 32)
+
+    def by_retention(layer: Any, x: Tensor) -> Tensor:
+        qkv = layer.act_fn(layer.qkv_proj(x)).unflatten(-1, (4, 24))
+        q, k, v = qkv.split(8, dim=-1)
+        out, _ = linear.retention(q, k, v, log_decay=-layer.slope_rate.flatten(), scale=1.0)
+        gate = torch.sigmoid(layer.output_gate(x))
+        mixed: Tensor = layer.out_proj(gate * layer.norm(out.flatten(-2)))
+        return mixed
+
+    def results(call: Any, layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        leaves = {"x": x.clone().requires_grad_(), **dict(layer.named_parameters())}
+        out = call(layer, leaves["x"])
+        grads = torch.autograd.grad(out.square().sum(), list(leaves.values()))
+        return {"out": out, **dict(zip(leaves, grads, strict=True))}
+
+    def own(layer: Any, x: Tensor) -> Tensor:
+        mixed: Tensor = layer(x, None, None)[0]
+        return mixed
+
+    theirs = results(own, layer, x)
+    with in_fp64():
+        exact = results(own, deepcopy(layer).double(), x.double())
+    check(results(by_retention, layer, x), theirs, exact)
 
 
 def test_a_model_without_linear_layers_is_told() -> None:

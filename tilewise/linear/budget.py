@@ -15,8 +15,8 @@ from .inputs import Inputs
 from .reference import linear_reference
 from .transforms import l2_norm, log_gate, step_size
 
-# How often a product is rounded on its way into a result.
-_ROUNDINGS = 4.0
+# How often a product is rounded on its way into a result: when it is made, and in the sums.
+_ROUNDINGS = 2.0
 
 
 @dataclass
@@ -59,10 +59,10 @@ def floors(
 ) -> dict[str, float]:
     """The fp32 rounding of what cancels in each gradient, from fp64 tensors.
 
-    Every result is a sum of products, and each is rounded several times, on its own and in the
-    sums it passes. That adds up like a random walk: eps times the root of the sum of the products'
-    squares, which the recurrence of the squared tensors gives with its own gradients, without the
-    delta rule's feedback.
+    Every result is a sum of products, and each is rounded on its own and in the sums it passes.
+    That adds up like a random walk: eps times the root of the sum of the products' squares, which
+    the recurrence of the squared tensors gives with its own gradients, without the delta rule's
+    feedback.
     """
     inputs = _prepared(case, tensors)
     squares = [x.detach().square() for x in (*inputs[:3],)]

@@ -194,8 +194,9 @@ def sum_dot_right(x, ones, BUILD: tl.constexpr):
 def _wide_dot(a, b, acc):
     """acc + a b to fp32's accuracy, the small products first.
 
-    In bf16 and not as three tf32 products: with those, Triton 3.6's code for Hopper read out of
-    bounds and lost single elements here (H200, 2026-11-30; cause unknown).
+    In bf16 and not as three tf32 products: calls of kernels that had those, in loops of two
+    stages, read out of bounds and were off in single elements (H200, Triton 3.6, 2026-11-30).
+    Whether the one or the other was the cause is not known.
     """
     a1, a2, a3 = _split_in_three(a)
     b1, b2, b3 = _split_in_three(b)
