@@ -15,8 +15,9 @@ from .inputs import Inputs
 from .reference import linear_reference
 from .transforms import l2_norm, log_gate, step_size
 
-# How often a product is rounded on its way into a result: when it is made, and in the sums.
-_ROUNDINGS = 2.0
+# How often a product is rounded on its way into a result: when it is made, in the sums, and where
+# there are gates in its decay.
+_ROUNDINGS, _DECAY_ROUNDINGS = 2.0, 1.0
 
 
 @dataclass
@@ -59,7 +60,8 @@ def floors(
 ) -> dict[str, float]:
     """The fp32 rounding of what cancels in each gradient, from fp64 tensors.
 
-    Every result is a sum of products, and each is rounded on its own and in the sums it passes.
+    Every result is a sum of products, and each is rounded on its own, in the sums it passes and in
+    its decay.
     That adds up like a random walk: eps times the root of the sum of the products' squares, which
     the recurrence of the squared tensors gives with its own gradients, without the delta rule's
     feedback.
@@ -93,7 +95,8 @@ def floors(
     if case.options.get("qk_l2norm"):
         for name in ("q", "k"):
             roots[name] /= float(tensors[name].norm(dim=-1).min())
-    return {name: _ROUNDINGS * eps * root for name, root in roots.items()}
+    roundings = _ROUNDINGS + (_DECAY_ROUNDINGS if inputs.g is not None else 0.0)
+    return {name: roundings * eps * root for name, root in roots.items()}
 
 
 def _prepared(case: Case, tensors: dict[str, Tensor]) -> Inputs:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .config import CHUNK
 from .inputs import Inputs
 from .stages.gradients import _chunk_gradients_kernel
+from .stages.pairs import _chunk_pairs_kernel
 from .stages.states_backward import _states_bwd_kernel
 from .triton_call import LinearCall
 from .triton_forward import linear_states
@@ -23,7 +23,7 @@ def linear_bwd(
     call = LinearCall(inputs)
     remade = linear_states(call)
     dstates = call.buffer(call.D, call.E)
-    dsteps = call.buffer(CHUNK, call.E) if call.has_delta else None
+    dsteps = call.buffer(call.chunk, call.E) if call.has_delta else None
     dtotal = None
     if call.gate:
         width = call.D if call.gate == 2 else 1
@@ -47,10 +47,14 @@ def linear_bwd(
         call.operand(dg) if call.gate == 2 else call.numbers(dg),
         call.numbers(dbeta),
     )
-    made = (remade.states, remade.errors, remade.steps)
+    pairs = call.pairs()
     call.launch_chunks(
-        _chunk_gradients_kernel, call.config.gradients, call.call, made,
-        (dstates, dsteps, dtotal), upstream, results, call.n_slices,
+        _chunk_pairs_kernel, call.config.pairs, call.call, remade.errors, remade.steps, dsteps,
+        upstream, pairs,
+    )  # fmt: skip
+    call.launch_chunks(
+        _chunk_gradients_kernel, call.config.gradients, call.call, (remade.states, remade.steps),
+        pairs, (dstates, dsteps, dtotal), upstream, results, call.n_slices,
     )  # fmt: skip
     if call.group > 1:
         dq, dk = (x.unflatten(-2, (-1, call.group)).sum(-2).to(call.dtype) for x in (dq, dk))

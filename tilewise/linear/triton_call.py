@@ -12,9 +12,9 @@ from torch import Tensor
 from ..kernels.launch import Config, architecture_of, launch
 from ..kernels.structs import Operand, absent, code
 from .chunks import Table, chunk_table
-from .config import CHUNK, Key, power_of_two, stage_config
+from .config import Key, power_of_two, stage_config
 from .inputs import Inputs
-from .stages.structs import Build, Call, Place, Prepared
+from .stages.structs import Build, Call, Pairs, Place, Prepared
 
 _NONE = (None,) * 4
 
@@ -35,13 +35,6 @@ class LinearCall:
         self.rows = inputs.q.shape[0] if inputs.cu_seqlens is None else 1
         self.gate = 0 if inputs.g is None else 2 if inputs.has_vector_gate else 1
         self.has_delta = inputs.beta is not None
-        self.table: Table | None = None
-        self.n_chunks = -(-self.tokens // CHUNK)
-        if inputs.cu_seqlens is not None:
-            self.table = chunk_table(inputs.cu_seqlens, self.tokens, CHUNK)
-            self.slots = int(self.table.start.shape[0])
-        else:
-            self.slots = self.rows * self.n_chunks
         architecture = architecture_of(self.device)
         self.config = stage_config(
             Key(
@@ -49,8 +42,16 @@ class LinearCall:
                 self.B * self.H,
             )
         )  # fmt: skip
+        self.chunk = self.config.chunk
+        self.table: Table | None = None
+        self.n_chunks = -(-self.tokens // self.chunk)
+        if inputs.cu_seqlens is not None:
+            self.table = chunk_table(inputs.cu_seqlens, self.tokens, self.chunk)
+            self.slots = int(self.table.start.shape[0])
+        else:
+            self.slots = self.rows * self.n_chunks
         self.build = Build(
-            CHUNK, self.D, self.E, self.config.block_d, self.config.block_e, self.gate,
+            self.chunk, self.D, self.E, self.config.block_d, self.config.block_e, self.gate,
             self.has_delta, self._precision(architecture),
         )  # fmt: skip
 
@@ -122,7 +123,7 @@ class LinearCall:
     def prepared(self) -> Prepared:
         delta, scalar, vector = self.has_delta, self.gate == 1, self.gate == 2
         wide = torch.float32
-        C, D = CHUNK, self.D
+        C, D = self.chunk, self.D
         return Prepared(
             scores=self.buffer(C, C),
             inverse=self.buffer(C, C, dtype=wide) if delta else None,
@@ -132,6 +133,15 @@ class LinearCall:
             q=self.buffer(C, D) if vector else None,
             seen=self.buffer(C, D) if vector and delta else None,
             k=self.buffer(C, D) if vector else None,
+        )
+
+    def pairs(self) -> Pairs:
+        C, wide = self.chunk, torch.float32
+        return Pairs(
+            dqk=self.buffer(C, C),
+            da=self.buffer(C, C) if self.has_delta else None,
+            dbeta=self.buffer(C, dtype=wide) if self.has_delta else None,
+            dg=self.buffer(C, dtype=wide) if self.gate == 1 else None,
         )
 
     def launch_chunks(self, kernel: Any, config: Config, *arguments: Any) -> None:

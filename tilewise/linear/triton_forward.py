@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..kernels.structs import Operand, absent
-from .config import CHUNK
 from .inputs import Inputs
 from .stages.prepare import _chunk_prepare_kernel
 from .stages.states import _states_kernel
@@ -43,8 +42,8 @@ def linear_states(call: LinearCall) -> Remade:
     # The gradient of a chunk's decay is all of the state times its gradient: rounded to 16 bits it
     # would be over the error budget.
     dtype = torch.float32 if call.gate else None
-    states, steps = call.buffer(call.D, call.E, dtype=dtype), call.buffer(CHUNK, call.E)
-    errors = call.buffer(CHUNK, call.E) if call.has_delta else None
+    states, steps = call.buffer(call.D, call.E, dtype=dtype), call.buffer(call.chunk, call.E)
+    errors = call.buffer(call.chunk, call.E) if call.has_delta else None
     call.launch_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
     call.launch_states(
         _states_kernel, call.call, prepared, call.initial, call.new_state(), absent(Operand),

@@ -65,6 +65,19 @@ class Prepared(NamedTuple):
     k: Any
 
 
+class Pairs(NamedTuple):
+    """Gradients of each chunk's pairs, by slot and head; None where an op has none.
+
+    dqk, da `[C, C]`: of the products of q and k, with the scale, and of A / beta, both with a
+    scalar gate's decay. dbeta, dg `[C]`: fp32, what beta and a scalar gate get of them.
+    """
+
+    dqk: Any
+    da: Any
+    dbeta: Any
+    dg: Any
+
+
 class Build(NamedTuple):
     """What a kernel is compiled for. Everything in it is a constant to the kernel.
 
