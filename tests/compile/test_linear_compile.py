@@ -14,7 +14,7 @@ from tests.compile.offline import TARGETS, compile_call
 from tilewise import linear
 from tilewise.linear import choice
 
-STAGES = {"chunk_prepare", "states", "states_bwd", "chunk_gradients"}
+STAGES = {"chunk_prepare", "states", "states_bwd", "chunk_pairs", "chunk_gradients"}
 # op, D and E, dtype, packed, target: every gate, with and without a delta rule.
 VARIANTS = [
     ("gated_delta_rule", 128, torch.bfloat16, False, "sm_90"),

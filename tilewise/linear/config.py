@@ -30,12 +30,13 @@ class Key(NamedTuple):
 
 
 class StageConfig(NamedTuple):
-    """chunk: its steps. block_d, block_e: of a chunk's own stages: prepare, pairs and gradients.
+    """chunk: its steps. block_d, block_e: of a chunk's own stages; gradients_d: of the last one.
     slice_e: of the passes over states."""
 
     chunk: int
     block_d: int
     block_e: int
+    gradients_d: int
     prepare: Config
     pairs: Config
     gradients: Config
@@ -53,7 +54,7 @@ def stage_config(key: Key) -> StageConfig:
         alone = Config(FP32_CHUNK, FP32_CHUNK, FP32_WARPS, 1)
         block_d, block_e = (min(32, power_of_two(x)) for x in (key.D, key.E))
         states = Config(FP32_CHUNK, 16, FP32_WARPS, 1)
-        return StageConfig(FP32_CHUNK, block_d, block_e, alone, alone, alone, 16, states)
+        return StageConfig(FP32_CHUNK, block_d, block_e, block_d, alone, alone, alone, 16, states)
     block_d, block_e = (min(64, power_of_two(x)) for x in (key.D, key.E))
     if key.gate == 2:
         block_d = min(32, block_d)
@@ -67,4 +68,8 @@ def stage_config(key: Key) -> StageConfig:
     stages = 2 if has_room else 1
     alone = Config(CHUNK, CHUNK, 4, 1)
     states = Config(CHUNK, slice_e, warps, stages)
-    return StageConfig(CHUNK, block_d, block_e, alone, alone, alone, slice_e, states)
+    # Of the delta rule with a vector gate less fits the registers.
+    gradients_d = 16 if key.gate == 2 and key.has_delta else block_d
+    return StageConfig(
+        CHUNK, block_d, block_e, gradients_d, alone, alone, alone, slice_e, states
+    )  # fmt: skip

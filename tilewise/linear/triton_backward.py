@@ -39,23 +39,29 @@ def linear_bwd(
     heads = (*inputs.v.shape[:-1], call.D)
     shared = torch.float32 if call.group > 1 else call.dtype
     dq, dk = (call.new_rows(heads, shared) for _ in "qk")
-    dg = None if inputs.g is None else call.rows_like(inputs.g)
-    dbeta = None if inputs.beta is None else call.rows_like(inputs.beta)
+    # Numbers of a head are sums over D, which programs share.
+    numbers = (*inputs.v.shape[:-2], call.H * call.n_blocks)
+    dbeta = call.new_rows(numbers, torch.float32) if call.has_delta else None
+    dg = None
+    if inputs.g is not None:
+        dg = call.rows_like(inputs.g) if call.gate == 2 else call.new_rows(numbers, torch.float32)
     results = (
         call.operand(dq),
         call.operand(dk),
         call.operand(dg) if call.gate == 2 else call.numbers(dg),
         call.numbers(dbeta),
     )
-    pairs = call.pairs()
+    pairs, made = call.pairs(), (remade.prepared, remade.states, remade.steps)
     call.launch_chunks(
         _chunk_pairs_kernel, call.config.pairs, call.call, remade.errors, remade.steps, dsteps,
         upstream, pairs,
     )  # fmt: skip
-    call.launch_chunks(
-        _chunk_gradients_kernel, call.config.gradients, call.call, (remade.states, remade.steps),
-        pairs, (dstates, dsteps, dtotal), upstream, results, call.n_slices,
+    call.launch_gradients(
+        _chunk_gradients_kernel, call.call, made, pairs,
+        (dstates, dsteps, dtotal), upstream, results, call.n_slices,
     )  # fmt: skip
+    dbeta = call.sum_blocks(dbeta, inputs.beta)
+    dg = dg if call.gate == 2 else call.sum_blocks(dg, inputs.g)
     if call.group > 1:
         dq, dk = (x.unflatten(-2, (-1, call.group)).sum(-2).to(call.dtype) for x in (dq, dk))
     nothing = dout.new_empty(0)

@@ -144,6 +144,23 @@ class LinearCall:
             dg=self.buffer(C, dtype=wide) if self.gate == 1 else None,
         )
 
+    @property
+    def n_blocks(self) -> int:
+        """Of D, which programs of the gradients share."""
+        return -(-self.D // self.config.gradients_d)
+
+    def sum_blocks(self, parts: Tensor | None, like: Tensor | None) -> Tensor | None:
+        """What programs found of one number a head."""
+        if parts is None or like is None:
+            return None
+        return parts.unflatten(-1, (self.H, self.n_blocks)).sum(-1).to(like.dtype)
+
+    def launch_gradients(self, kernel: Any, *arguments: Any) -> None:
+        """A program for each slot, head and block of D."""
+        grid = (self.slots * self.H * self.n_blocks, 1, 1)
+        build = self.build._replace(block_d=self.config.gradients_d)
+        launch(kernel, grid, self.config.gradients, (*arguments, build), self.device)
+
     def launch_chunks(self, kernel: Any, config: Config, *arguments: Any) -> None:
         """A program for each slot and head."""
         grid = (self.slots * self.H, 1, 1)

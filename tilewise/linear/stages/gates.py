@@ -57,11 +57,11 @@ def decay_of(exponent):
 
 
 @triton.jit
-def scalar_decays(g, CHUNK: tl.constexpr):
+def scalar_decays(gate, g, row, first, count, head, CHUNK: tl.constexpr):
     """From the chunk's start to each step, from each step to the end, and over the whole chunk."""
-    reached = tl.sum(up_to(CHUNK, False) * g[None, :], 1)
-    left = tl.sum(up_to(CHUNK, True) * g[None, :], 1)
-    return decay_of(reached), decay_of(left), decay_of(tl.sum(g, 0))
+    after = load_scalar_gate(gate, row, first + 1, count - 1, head, CHUNK)
+    left = tl.cumsum(after, 0, reverse=True)
+    return decay_of(tl.cumsum(g, 0)), decay_of(left), decay_of(tl.sum(g, 0))
 
 
 @triton.jit
@@ -72,15 +72,11 @@ def vector_decays(g, CHUNK: tl.constexpr, BUILD: tl.constexpr):
 
 
 @triton.jit
-def pair_decay(g, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """`[i, j]`: a scalar gate's decay from step j to step i, 0 for j > i; or `[j, i]`."""
+def pair_decay(g, CHUNK: tl.constexpr, BUILD: tl.constexpr):
+    """`[i, j]`: a scalar gate's decay from step j to step i, 0 for j > i."""
     row, col = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    if TRANSPOSED:
-        sums = tl.cumsum(tl.where(col > row, g[None, :], 0.0), 1)
-        return decay_of(tl.where(row <= col, sums, float("-inf")))
-    else:
-        sums = tl.cumsum(tl.where(row > col, g[:, None], 0.0), 0)
-        return decay_of(tl.where(row >= col, sums, float("-inf")))
+    sums = sum_dot(up_to(CHUNK, False), tl.where(row > col, g[:, None], 0.0), BUILD)
+    return tl.where(row >= col, decay_of(sums), 0.0)
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 `pairs.py` left.
 
 Dims: as `structs.Prepared` and `structs.Pairs`; S, dS' `[D, E]`, d, y `[C, E]` (see `states.py`,
-    `states_backward.py`). Grid: chunk slots x value heads, heads first.
+    `states_backward.py`). Grid: chunk slots x value heads x blocks of D, the
+    last first.
 Math: through the state dq = do S^T, dk = -beta y S^T (decayed from the chunk's start), dk = d dS'^T
     (to its end). A score and a step of A go back to q, k and the gate as they came (`prepare.py`),
     rung by rung where the gate is a vector.
@@ -17,12 +18,10 @@ import triton.language as tl
 from ...kernels.structs import decode
 from .gates import (
     decay_of,
-    load_scalar_gate,
     load_vector_gate,
     rung,
     rung_pairs,
     rungs,
-    scalar_decays,
     vector_decays,
 )
 from .structs import NO_GATE, SCALAR_GATE, VECTOR_GATE, locate_chunk
@@ -43,94 +42,99 @@ from .tiles import (
 def _chunk_gradients_kernel(
     call, remade, pairs, passes, dout, results, SLICES: tl.constexpr, BUILD: tl.constexpr
 ):
-    """remade: states, steps. passes: dstates, dsteps and dtotal, of SLICES parts. results: operands
-    of dq, dk, dg and dbeta, some absent."""
+    """remade: what chunks prepared, states, steps. passes: dstates, dsteps and dtotal, of SLICES
+    parts. results: operands of dq, dk, dg and dbeta, some absent; of numbers a head has one for
+    each block of dims."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     BLOCK: tl.constexpr = BUILD.block_d
+    BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
-    states, steps = remade
+    decays, states, steps = remade
     dstates, dsteps, dtotal = passes
     dq_out, dk_out, dg_out, dbeta_out = results
-    at, head, row, first, count = locate_chunk(call.place, tl.program_id(0), C)
+    block = tl.program_id(0) % BLOCKS
+    d0 = block * BLOCK
+    at, head, row, first, count = locate_chunk(call.place, tl.program_id(0) // BLOCKS, C)
     qk_head = head // decode(call.place.group)
     where = (at, head, row, first, count)
     offs = tl.arange(0, C)
     beta = tl.zeros((C,), tl.float32)
-    dbeta = tl.zeros((C,), tl.float32)
     if BUILD.has_delta:
         beta = load_numbers(call.beta, row, first, count, head, C)
-        dbeta = tl.load(pairs.dbeta + at * C + offs)
-    # Of a scalar gate: what decays from the chunk's start, to its end and over it.
-    g = tl.zeros((C,), tl.float32)
-    from_start = tl.zeros((C,), tl.float32)
-    to_end = tl.zeros((C,), tl.float32)
-    if BUILD.gate == SCALAR_GATE:
-        g = load_scalar_gate(call.g, row, first, count, head, C)
-    reached, left, total = scalar_decays(g, C)
-    for d0 in range(0, D, BLOCK):
-        q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-        k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-        dq, dk_seen, dk = _through_state(
-            where, beta, states, steps, dstates, dsteps, dout, d0, DTYPE, BUILD
-        )
-        dq *= call.scale
-        if BUILD.gate == VECTOR_GATE:
-            gate = load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, D)
-            reached_v, left_v, total_v = vector_decays(gate, C, BUILD)
-            dq, dk_seen, dk = dq * reached_v, dk_seen * reached_v, dk * left_v
-            passed = sum_dot(_transposed_up_to(C, False), q * dq + k * dk_seen, BUILD)
-            passed += sum_dot(_transposed_up_to(C, True), k * dk, BUILD)
-            dims = d0 + tl.arange(0, BLOCK)
-            whole_v = tl.zeros((BLOCK,), tl.float32)
-            for part in range(0, SLICES):
-                ptrs = dtotal + (at * SLICES + part) * D + dims
-                whole_v += tl.load(ptrs, mask=dims < D, other=0.0)
-            passed += (whole_v * total_v)[None, :]
-            dk += dk_seen
-            diagonal = tl.load(pairs.dqk + at * (C * C) + offs * (C + 1)).to(tl.float32)[:, None]
-            dq += diagonal * k
-            dk += diagonal * q
-            dr = tl.zeros((C, BLOCK), tl.float32)
-            for n in range(0, rungs(C)):
-                dq, dk, dr, passed = _descend(
-                    dq, dk, dr, passed, pairs, at, q, k, gate, beta, n, DTYPE, BUILD
-                )
-            store_rows(dg_out, row, first, count, head, d0, passed, C, BLOCK, D, BUILD)
-        else:
-            if BUILD.gate == SCALAR_GATE:
-                dq, dk_seen, dk = (
-                    dq * reached[:, None],
-                    dk_seen * reached[:, None],
-                    dk * left[:, None],
-                )
-                from_start += tl.sum(q * dq + k * dk_seen, 1)
-                to_end += tl.sum(k * dk, 1)
-            dk += dk_seen
-            dq = dot(load_block(pairs.dqk, at, 0, 0, C, C, C, C), k, dq, DTYPE, BUILD)
-            dk = dot(load_block_transposed(pairs.dqk, at, 0, 0, C, C, C, C), q, dk, DTYPE, BUILD)
-            dr = tl.zeros((C, BLOCK), tl.float32)
-            if BUILD.has_delta:
-                dr = dot(load_block(pairs.da, at, 0, 0, C, C, C, C), k, None, DTYPE, BUILD)
-                da_t = load_block_transposed(pairs.da, at, 0, 0, C, C, C, C)
-                dk = dot(da_t, k * beta[:, None], dk, DTYPE, BUILD)
-        if BUILD.has_delta:
-            dbeta += tl.sum(dr * k, 1)
-            dk += dr * beta[:, None]
-        store_rows(dq_out, row, first, count, head, d0, dq, C, BLOCK, D, BUILD)
-        store_rows(dk_out, row, first, count, head, d0, dk, C, BLOCK, D, BUILD)
-    if BUILD.has_delta:
-        store_numbers(dbeta_out, row, first, count, head, dbeta, C, BUILD)
-    if BUILD.gate == SCALAR_GATE:
-        # Gate l is in the decay from the start to i >= l, to the end from j < l, in that of the
-        # whole chunk, and in those of pairs.
-        i, j = offs[:, None], offs[None, :]
-        dg = tl.load(pairs.dg + at * C + offs) + tl.sum(
-            tl.where(i >= j, from_start[:, None], to_end[:, None]), 0
-        )
+    dq, dk_seen, dk = _through_state(
+        where, beta, states, steps, dstates, dsteps, dout, d0, DTYPE, BUILD
+    )
+    dq *= call.scale
+    q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
+    k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
+    dr = tl.zeros((C, BLOCK), tl.float32)
+    if BUILD.gate == VECTOR_GATE:
+        gate = load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, D)
+        reached_v, left_v, total_v = vector_decays(gate, C, BUILD)
+        dq, dk_seen, dk = dq * reached_v, dk_seen * reached_v, dk * left_v
+        passed = sum_dot(_transposed_up_to(C, False), q * dq + k * dk_seen, BUILD)
+        passed += sum_dot(_transposed_up_to(C, True), k * dk, BUILD)
+        dims = d0 + tl.arange(0, BLOCK)
+        whole_v = tl.zeros((BLOCK,), tl.float32)
         for part in range(0, SLICES):
-            dg += tl.load(dtotal + at * SLICES + part) * total
-        store_numbers(dg_out, row, first, count, head, dg, C, BUILD)
+            ptrs = dtotal + (at * SLICES + part) * D + dims
+            whole_v += tl.load(ptrs, mask=dims < D, other=0.0)
+        passed += (whole_v * total_v)[None, :]
+        diagonal = tl.load(pairs.dqk + at * (C * C) + offs * (C + 1)).to(tl.float32)[:, None]
+        dq += diagonal * k
+        dk += dk_seen + diagonal * q
+        # One ladder after the other: the matrices of both would not fit the registers.
+        for n in range(0, rungs(C)):
+            dq, dk, passed = _descend(dq, dk, passed, pairs.dqk, at, q, k, gate, n, DTYPE, BUILD)
+        if BUILD.has_delta:
+            for n in range(0, rungs(C)):
+                dr, dk, passed = _descend(
+                    dr, dk, passed, pairs.da, at, k * beta[:, None], k, gate, n, DTYPE, BUILD
+                )
+        store_rows(dg_out, row, first, count, head, d0, passed, C, BLOCK, D, BUILD)
+    else:
+        if BUILD.gate == SCALAR_GATE:
+            reached, left = (
+                tl.load(decays.reached + at * C + offs),
+                tl.load(decays.left + at * C + offs),
+            )
+            total = tl.load(decays.total + at)
+            dq, dk_seen, dk = (
+                dq * reached[:, None],
+                dk_seen * reached[:, None],
+                dk * left[:, None],
+            )
+            # From the chunk's start and to its end, of these dims.
+            dg = _passed_gates(tl.sum(q * dq + k * dk_seen, 1), tl.sum(k * dk, 1), C)
+            if block == 0:
+                dg += tl.load(pairs.dg + at * C + offs)
+                for part in range(0, SLICES):
+                    dg += tl.load(dtotal + at * SLICES + part) * total
+            store_numbers(dg_out, row, first, count, head * BLOCKS + block, dg, C, BUILD)
+        dk += dk_seen
+        dq = dot(load_block(pairs.dqk, at, 0, 0, C, C, C, C), k, dq, DTYPE, BUILD)
+        dk = dot(load_block_transposed(pairs.dqk, at, 0, 0, C, C, C, C), q, dk, DTYPE, BUILD)
+        if BUILD.has_delta:
+            dr = dot(load_block(pairs.da, at, 0, 0, C, C, C, C), k, None, DTYPE, BUILD)
+            da_t = load_block_transposed(pairs.da, at, 0, 0, C, C, C, C)
+            dk = dot(da_t, k * beta[:, None], dk, DTYPE, BUILD)
+    if BUILD.has_delta:
+        dk += dr * beta[:, None]
+        dbeta = tl.sum(dr * k, 1)
+        if block == 0:
+            dbeta += tl.load(pairs.dbeta + at * C + offs)
+        store_numbers(dbeta_out, row, first, count, head * BLOCKS + block, dbeta, C, BUILD)
+    store_rows(dq_out, row, first, count, head, d0, dq, C, BLOCK, D, BUILD)
+    store_rows(dk_out, row, first, count, head, d0, dk, C, BLOCK, D, BUILD)
+
+
+@triton.jit
+def _passed_gates(from_start, to_end, CHUNK: tl.constexpr):
+    """Of each gate l: what passes it from the start to steps i >= l and from steps before it to the
+    end."""
+    i, gate = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    return tl.sum(tl.where(i >= gate, from_start[:, None], to_end[:, None]), 0)
 
 
 @triton.jit
@@ -178,28 +182,16 @@ def _through_state(
 
 @triton.jit
 def _descend(
-    dq, dk, dr, passed, pairs, at, q, k, gate, beta, n, DTYPE: tl.constexpr, BUILD: tl.constexpr
+    dx, dk, passed, gradients, at, x, k, gate, n, DTYPE: tl.constexpr, BUILD: tl.constexpr
 ):
-    """One rung of the ladder: its pairs' shares in dq, dk, dr (of k in A's rows, before beta) and
-    the gate."""
+    """One rung of the ladder of products of x, q or beta k, and k: its pairs' shares in the
+    gradients of both and of the gate. gradients: of the products."""
     C: tl.constexpr = BUILD.chunk
     decay = decay_of(sum_dot(rung(n, C, False), gate, BUILD))
-    q_here, k_here = narrow(q * decay, DTYPE, BUILD), narrow(k * decay, DTYPE, BUILD)
     lower, upper = rung_pairs(n, C, False), rung_pairs(n, C, True)
-    dqk = load_block(pairs.dqk, at, 0, 0, C, C, C, C)
-    dqk_t = load_block_transposed(pairs.dqk, at, 0, 0, C, C, C, C)
-    dq_here = dot(tl.where(lower, dqk, 0.0), k_here, None, DTYPE, BUILD) * decay
-    dk_here = dot(tl.where(upper, dqk_t, 0.0), q_here, None, DTYPE, BUILD)
-    product = q * dq_here
-    if BUILD.has_delta:
-        da = load_block(pairs.da, at, 0, 0, C, C, C, C)
-        da_t = load_block_transposed(pairs.da, at, 0, 0, C, C, C, C)
-        dr_here = dot(tl.where(lower, da, 0.0), k_here, None, DTYPE, BUILD) * decay
-        product += k * dr_here * beta[:, None]
-        k_beta = k * decay * beta[:, None]
-        dk_here = dot(tl.where(upper, da_t, 0.0), k_beta, dk_here, DTYPE, BUILD)
-        dr += dr_here
-    dk_here *= decay
-    product += k * dk_here
-    passed += sum_dot(rung(n, C, True), product, BUILD)
-    return dq + dq_here, dk + dk_here, dr, passed
+    pairs = tl.where(lower, load_block(gradients, at, 0, 0, C, C, C, C), 0.0)
+    pairs_t = tl.where(upper, load_block_transposed(gradients, at, 0, 0, C, C, C, C), 0.0)
+    dx_here = dot(pairs, k * decay, None, DTYPE, BUILD) * decay
+    dk_here = dot(pairs_t, x * decay, None, DTYPE, BUILD) * decay
+    passed += sum_dot(rung(n, C, True), x * dx_here + k * dk_here, BUILD)
+    return dx + dx_here, dk + dk_here, passed

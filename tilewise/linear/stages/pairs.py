@@ -54,7 +54,7 @@ def _chunk_pairs_kernel(call, errors, steps, dsteps, dout, out, BUILD: tl.conste
     da = tl.where(i > j, -da, 0.0)
     if BUILD.gate == SCALAR_GATE:
         g = load_scalar_gate(call.g, row, first, count, head, C)
-        decay = pair_decay(g, C, False)
+        decay = pair_decay(g, C, BUILD)
         dqk, da = dqk * decay, da * decay
     store_block(out.dqk, at, 0, 0, dqk, C, C, C, C, BUILD)
     if BUILD.has_delta:

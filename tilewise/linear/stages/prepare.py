@@ -55,11 +55,11 @@ def _chunk_prepare_kernel(call, out, BUILD: tl.constexpr):
     g = tl.zeros((C,), tl.float32)
     if BUILD.gate == SCALAR_GATE:
         g = load_scalar_gate(call.g, row, first, count, head, C)
-        decay = pair_decay(g, C, False)
+        decay = pair_decay(g, C, BUILD)
         qk, kk = qk * decay, kk * decay
     store_block(out.scores, at, 0, 0, tl.where(i >= j, qk, 0.0) * call.scale, C, C, C, C, BUILD)
-    reached, left, total = scalar_decays(g, C)
     if BUILD.gate == SCALAR_GATE:
+        reached, left, total = scalar_decays(call.g, g, row, first, count, head, C)
         steps = tl.arange(0, C)
         tl.store(out.reached + at * C + steps, reached)
         tl.store(out.left + at * C + steps, left)
