@@ -9,14 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.launch import Config, architecture_of, launch
+from ..kernels.launch import Config, architecture_of, compiler_options, launch
 from ..kernels.structs import Operand, absent, code
 from .chunks import Table, chunk_table
 from .config import Key, power_of_two, stage_config
 from .inputs import Inputs
+from .machine_code import misuses_stack_pointer
 from .stages.structs import Build, Call, Pairs, Place, Prepared
 
 _NONE = (None,) * 4
+# Warps whose products are not of Hopper's warp groups.
+_FEW_WARPS = 2
+# What kernels run with, where their code has been looked at.
+_looked_at: dict[Any, Config] = {}
 
 
 class LinearCall:
@@ -35,10 +40,10 @@ class LinearCall:
         self.rows = inputs.q.shape[0] if inputs.cu_seqlens is None else 1
         self.gate = 0 if inputs.g is None else 2 if inputs.has_vector_gate else 1
         self.has_delta = inputs.beta is not None
-        architecture = architecture_of(self.device)
+        self.architecture = architecture_of(self.device)
         self.config = stage_config(
             Key(
-                self.dtype, self.D, self.E, self.gate, self.has_delta, architecture,
+                self.dtype, self.D, self.E, self.gate, self.has_delta, self.architecture,
                 self.B * self.H,
             )
         )  # fmt: skip
@@ -52,11 +57,11 @@ class LinearCall:
             self.slots = self.rows * self.n_chunks
         self.build = Build(
             self.chunk, self.D, self.E, self.config.block_d, self.config.block_e, self.gate,
-            self.has_delta, self._precision(architecture),
+            self.has_delta, self._precision(),
         )  # fmt: skip
 
-    def _precision(self, architecture: str) -> str:
-        if architecture == "interpreter":
+    def _precision(self) -> str:
+        if self.architecture == "interpreter":
             return "interpreted"
         return "split" if self.dtype == torch.float32 else "plain"
 
@@ -155,20 +160,45 @@ class LinearCall:
             return None
         return parts.unflatten(-1, (self.H, self.n_blocks)).sum(-1).to(like.dtype)
 
-    def launch_gradients(self, kernel: Any, *arguments: Any) -> None:
-        """A program for each slot, head and block of D."""
-        grid = (self.slots * self.H * self.n_blocks, 1, 1)
-        build = self.build._replace(block_d=self.config.gradients_d)
-        launch(kernel, grid, self.config.gradients, (*arguments, build), self.device)
-
     def launch_chunks(self, kernel: Any, config: Config, *arguments: Any) -> None:
         """A program for each slot and head."""
-        grid = (self.slots * self.H, 1, 1)
-        launch(kernel, grid, config, (*arguments, self.build), self.device)
+        self._launch(kernel, self.slots * self.H, config, (*arguments, self.build))
 
     def launch_states(self, kernel: Any, *arguments: Any) -> None:
         """A program for each sequence, head and slice of E."""
         tiles = power_of_two(self.D), self.config.slice_e, self.build
-        config: Config = self.config.states
-        grid = (self.B * self.H * self.n_slices, 1, 1)
-        launch(kernel, grid, config, (*arguments, *tiles), self.device)
+        programs = self.B * self.H * self.n_slices
+        self._launch(kernel, programs, self.config.states, (*arguments, *tiles))
+
+    def launch_gradients(self, kernel: Any, *arguments: Any) -> None:
+        """A program for each slot, head and block of D."""
+        build = self.build._replace(block_d=self.config.gradients_d)
+        programs = self.slots * self.H * self.n_blocks
+        self._launch(kernel, programs, self.config.gradients, (*arguments, build))
+
+    def _launch(
+        self, kernel: Any, programs: int, config: Config, arguments: tuple[Any, ...]
+    ) -> None:
+        if programs and self.architecture == "sm_90" and self.device.type == "cuda":
+            config = self._trusted(kernel, config, arguments)
+        launch(kernel, (programs, 1, 1), config, arguments, self.device)
+
+    def _trusted(self, kernel: Any, config: Config, arguments: tuple[Any, ...]) -> Config:
+        """The configuration, or one of few warps where the code for it cannot be trusted."""
+        # An operand that is absent makes another binary.
+        absent_ones = tuple(getattr(x, "ptr", x) is None for x in arguments)
+        key = kernel, config, arguments[-1], absent_ones, *self._kinds
+        if key not in _looked_at:
+            with torch.cuda.device(self.device):
+                compiled = kernel.warmup(*arguments, grid=(1, 1, 1), **compiler_options(config))
+            is_wrong = misuses_stack_pointer(compiled.asm["cubin"])
+            _looked_at[key] = config._replace(num_warps=_FEW_WARPS) if is_wrong else config
+        return _looked_at[key]
+
+    @cached_property
+    def _kinds(self) -> tuple[Any, ...]:
+        """What else than its constants a binary depends on: types, strides and alignment."""
+        x = self.inputs
+        given = (x.q, x.k, x.v, x.g, x.beta)
+        kinds = ((t.dtype, t.stride(), t.data_ptr() % 16) for t in given if t is not None)
+        return (self.device, self.table is None, *kinds)
