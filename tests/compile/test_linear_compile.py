@@ -10,27 +10,29 @@ from typing import Any
 import pytest
 import torch
 
+from tests.compile import offline
 from tests.compile.offline import TARGETS, compile_call
 from tilewise import linear
 from tilewise.linear import choice
+from tilewise.linear.machine_code import misuses_stack_pointer
 
 STAGES = {"chunk_prepare", "states", "states_bwd", "chunk_pairs", "chunk_gradients"}
-# op, D and E, dtype, packed, target: every gate, with and without a delta rule.
+# op, D and E, dtype, packed, target: every gate, with and without a delta rule. What takes long to
+# compile is compiled once.
 VARIANTS = [
     ("gated_delta_rule", 128, torch.bfloat16, False, "sm_90"),
     ("kda", 128, torch.bfloat16, True, "sm_90"),
     ("linear_attention", 64, torch.float16, False, "sm_80"),
-    ("simple_gla", 64, torch.float32, True, "sm_120"),
-    ("gla", 100, torch.bfloat16, False, "sm_100"),
+    ("linear_attention", 64, torch.float32, True, "sm_120"),
+    ("linear_attention", 100, torch.bfloat16, False, "sm_100"),
     ("delta_rule", 256, torch.bfloat16, False, "sm_89"),
-    ("kda", 64, torch.bfloat16, False, "gfx942"),
-    ("gated_delta_rule", 128, torch.float16, True, "gfx950"),
+    ("gla", 64, torch.bfloat16, False, "gfx942"),
+    ("linear_attention", 128, torch.float16, True, "gfx950"),
 ]
 # Bytes a thread on sm_90.
 SPILLS = {
-    "gated_delta_rule": {"chunk_prepare": 0, "states": 200, "states_bwd": 200},
-    "kda": {"chunk_prepare": 100, "states": 200, "states_bwd": 200},
-}
+    "chunk_prepare": 60, "states": 200, "states_bwd": 200, "chunk_pairs": 0, "chunk_gradients": 60,
+}  # fmt: skip
 
 
 def call(op: str, D: int, dtype: torch.dtype, packed: bool) -> None:
@@ -57,6 +59,11 @@ def test_stages_compile_and_fit(
     record_property: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(choice, "triton_problem", lambda device: "")
+    cubins: list[bytes] = []
+    read = offline._read_nvidia
+    monkeypatch.setattr(
+        offline, "_read_nvidia", lambda cubin: (cubins.append(cubin), read(cubin))[1]
+    )
     found = compile_call(lambda: call(op, D, dtype, packed), target)
     name = f"linear {op} {str(dtype).removeprefix('torch.')} D {D}"
     rows = [
@@ -68,5 +75,7 @@ def test_stages_compile_and_fit(
     for x in found:
         assert x.shared_bytes <= TARGETS[target].shared_kib * 1024, x
         assert x.mma, f"{x}: products run on no matrix unit"
-        if target == "sm_90" and x.name in SPILLS[op]:
-            assert x.spills <= SPILLS[op][x.name], x
+        if target == "sm_90":
+            assert x.spills <= SPILLS[x.name], x
+    # Then none runs with fewer warps than it is meant for.
+    assert target != "sm_90" or not any(map(misuses_stack_pointer, cubins))
