@@ -20,6 +20,8 @@ from .stages.structs import Build, Call, Pairs, Place, Prepared
 _NONE = (None,) * 4
 # Warps whose products are not of Hopper's warp groups.
 _FEW_WARPS = 2
+# Between tokens: a tile's offsets have 32 bits.
+_WIDEST_STRIDE = 2**31 // 64 - 1024
 # What kernels run with, where their code has been looked at.
 _looked_at: dict[Any, Config] = {}
 
@@ -82,7 +84,7 @@ class LinearCall:
         """Rows `[B, M, heads, dim]` or packed, last dim contiguous."""
         if x is None:
             return absent(Operand)
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
+        if (x.stride(-1) != 1 and x.shape[-1] > 1) or x.stride(-3) > _WIDEST_STRIDE:
             x = x.contiguous()
         if 1 in x.stride()[:-1]:
             # Triton makes a constant of an int that is 1, and loses it in a tuple inside a loop.

@@ -21,7 +21,8 @@ def narrow(x, DTYPE: tl.constexpr, BUILD: tl.constexpr):
 
 @triton.jit
 def _row_base(x, row, first, head):
-    """64-bit: a tensor may pass 2^31 elements."""
+    """64-bit: a tensor may pass 2^31 elements. A tile's own offsets may not (`LinearCall.operand`):
+    the address of every row in 64 bits is what a loop over tiles would spend its time on."""
     offset = tl.cast(row, tl.int64) * x.stride_b + tl.cast(first, tl.int64) * x.stride_m
     return x.ptr + offset + tl.cast(head, tl.int64) * x.stride_h
 
@@ -33,7 +34,7 @@ def load_rows(
 ):  # fmt: skip
     """`[ROWS, WIDTH]` of tokens from `first` on, dims from d0; 0 past `count` and DIM."""
     rows, cols = tl.arange(0, ROWS), d0 + tl.arange(0, WIDTH)
-    ptrs = _row_base(x, row, first, head) + rows[:, None].to(tl.int64) * x.stride_m + cols[None, :]
+    ptrs = _row_base(x, row, first, head) + (rows[:, None] * x.stride_m + cols[None, :])
     return tl.load(ptrs, mask=(rows < count)[:, None] & (cols < DIM)[None, :], other=0.0)
 
 
@@ -44,7 +45,7 @@ def load_columns(
 ):  # fmt: skip
     """The same, transposed: `[WIDTH, ROWS]`."""
     rows, cols = tl.arange(0, ROWS), d0 + tl.arange(0, WIDTH)
-    ptrs = _row_base(x, row, first, head) + rows[None, :].to(tl.int64) * x.stride_m + cols[:, None]
+    ptrs = _row_base(x, row, first, head) + (rows[None, :] * x.stride_m + cols[:, None])
     return tl.load(ptrs, mask=(rows < count)[None, :] & (cols < DIM)[:, None], other=0.0)
 
 
@@ -54,7 +55,7 @@ def store_rows(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
     rows, cols = tl.arange(0, ROWS), d0 + tl.arange(0, WIDTH)
-    ptrs = _row_base(x, row, first, head) + rows[:, None].to(tl.int64) * x.stride_m + cols[None, :]
+    ptrs = _row_base(x, row, first, head) + (rows[:, None] * x.stride_m + cols[None, :])
     mask = (rows < count)[:, None] & (cols < DIM)[None, :]
     tl.store(ptrs, narrow(tile, x.ptr.dtype.element_ty, BUILD), mask=mask)
 
