@@ -15,9 +15,9 @@ from .inputs import Inputs
 from .reference import linear_reference
 from .transforms import l2_norm, log_gate, step_size
 
-# How often a product is rounded on its way into a result: when it is made, in the sums, and where
-# there are gates in its decay.
-_ROUNDINGS, _DECAY_ROUNDINGS = 2.0, 1.0
+# How often a product is rounded on its way into a result: when it is made and in the sums; and where
+# there are gates its decay is, as a sum of gates and as their power.
+_ROUNDINGS, _DECAY_ROUNDINGS = 2.0, 2.0
 
 
 @dataclass
@@ -61,10 +61,9 @@ def floors(
     """The fp32 rounding of what cancels in each gradient, from fp64 tensors.
 
     Every result is a sum of products, and each is rounded on its own, in the sums it passes and in
-    its decay.
-    That adds up like a random walk: eps times the root of the sum of the products' squares, which
-    the recurrence of the squared tensors gives with its own gradients, without the delta rule's
-    feedback.
+    its decay. That adds up like a random walk: eps times the root of the sum of the products'
+    squares, which the recurrence of the squared tensors gives with its own gradients, without the
+    delta rule's feedback.
     """
     inputs = _prepared(case, tensors)
     squares = [x.detach().square() for x in (*inputs[:3],)]
