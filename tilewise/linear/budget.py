@@ -15,8 +15,8 @@ from .inputs import Inputs
 from .reference import linear_reference
 from .transforms import l2_norm, log_gate, step_size
 
-# How often a product is rounded on its way into a result: when it is made and in the sums; and where
-# there are gates its decay is, as a sum of gates and as their power.
+# How often a product is rounded on its way into a result: when it is made and in the sums; and
+# where there are gates its decay is, as a sum of gates and as their power.
 _ROUNDINGS, _DECAY_ROUNDINGS = 2.0, 2.0
 
 
