@@ -13,7 +13,7 @@ from .stages.gradients import _chunk_gradients_kernel
 from .stages.pairs import _chunk_pairs_kernel
 from .stages.states_backward import _states_bwd_kernel
 from .triton_call import LinearCall
-from .triton_forward import linear_states
+from .triton_forward import add_remaking
 
 
 def linear_bwd(
@@ -21,7 +21,7 @@ def linear_bwd(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dg, dbeta, dinitial_state; empty where there is none or none is wanted."""
     call = LinearCall(inputs)
-    remade = linear_states(call)
+    remade = add_remaking(call)
     dstates = call.buffer(call.D, call.E)
     dsteps = call.buffer(call.chunk, call.E) if call.has_delta else None
     dtotal = None
@@ -31,7 +31,7 @@ def linear_bwd(
     dv = call.rows_like(inputs.v)
     dinitial = call.new_state()
     upstream = call.operand(dout)
-    call.launch_states(
+    call.add_states(
         _states_bwd_kernel, call.call, remade.prepared, remade.states, upstream,
         dstate.contiguous(), dinitial, call.operand(dv), dstates, dsteps, dtotal,
     )  # fmt: skip
@@ -52,14 +52,15 @@ def linear_bwd(
         call.numbers(dbeta),
     )
     pairs, made = call.pairs(), (remade.prepared, remade.states, remade.steps)
-    call.launch_chunks(
+    call.add_chunks(
         _chunk_pairs_kernel, call.config.pairs, call.call, remade.errors, remade.steps, dsteps,
         upstream, pairs,
     )  # fmt: skip
-    call.launch_gradients(
+    call.add_gradients(
         _chunk_gradients_kernel, call.call, made, pairs,
         (dstates, dsteps, dtotal), upstream, results, call.n_slices,
     )  # fmt: skip
+    call.run()
     dbeta = call.sum_blocks(dbeta, inputs.beta)
     dg = dg if call.gate == 2 else call.sum_blocks(dg, inputs.g)
     if call.group > 1:

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.launch import Config, architecture_of, compiler_options, launch
+from ..kernels.launch import (
+    Config,
+    Launch,
+    architecture_of,
+    compile_together,
+    compiler_options,
+    launch,
+)
 from ..kernels.structs import Operand, absent, code
 from .chunks import Table, chunk_table
 from .config import Key, power_of_two, stage_config
@@ -34,6 +41,7 @@ class LinearCall:
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
+        self._launches: list[Launch] = []
         self.device = inputs.q.device
         self.dtype = inputs.q.dtype
         self.B, self.H, self.D, self.E = inputs.state_shape
@@ -162,39 +170,45 @@ class LinearCall:
             return None
         return parts.unflatten(-1, (self.H, self.n_blocks)).sum(-1).to(like.dtype)
 
-    def launch_chunks(self, kernel: Any, config: Config, *arguments: Any) -> None:
-        """A program for each slot and head."""
-        self._launch(kernel, self.slots * self.H, config, (*arguments, self.build))
+    def add_chunks(self, kernel: Any, config: Config, *arguments: Any) -> None:
+        """To be run: a program for each slot and head."""
+        self._add(kernel, self.slots * self.H, config, (*arguments, self.build))
 
-    def launch_states(self, kernel: Any, *arguments: Any) -> None:
-        """A program for each sequence, head and slice of E."""
+    def add_states(self, kernel: Any, *arguments: Any) -> None:
+        """To be run: a program for each sequence, head and slice of E."""
         tiles = power_of_two(self.D), self.config.slice_e, self.build
         programs = self.B * self.H * self.n_slices
-        self._launch(kernel, programs, self.config.states, (*arguments, *tiles))
+        self._add(kernel, programs, self.config.states, (*arguments, *tiles))
 
-    def launch_gradients(self, kernel: Any, *arguments: Any) -> None:
-        """A program for each slot, head and block of D."""
+    def add_gradients(self, kernel: Any, *arguments: Any) -> None:
+        """To be run: a program for each slot, head and block of D."""
         build = self.build._replace(block_d=self.config.gradients_d)
         programs = self.slots * self.H * self.n_blocks
-        self._launch(kernel, programs, self.config.gradients, (*arguments, build))
+        self._add(kernel, programs, self.config.gradients, (*arguments, build))
 
-    def _launch(
-        self, kernel: Any, programs: int, config: Config, arguments: tuple[Any, ...]
-    ) -> None:
-        if programs and self.architecture == "sm_90" and self.device.type == "cuda":
-            config = self._trusted(kernel, config, arguments)
-        launch(kernel, (programs, 1, 1), config, arguments, self.device)
-
-    def _trusted(self, kernel: Any, config: Config, arguments: tuple[Any, ...]) -> Config:
-        """The configuration, or one of few warps where the code for it cannot be trusted."""
-        # An operand that is absent makes another binary.
+    def _add(self, kernel: Any, programs: int, config: Config, arguments: tuple[Any, ...]) -> None:
+        # What is absent, and constants: the rest of what makes a binary is of the call.
         absent_ones = tuple(getattr(x, "ptr", x) is None for x in arguments)
-        key = kernel, config, arguments[-1], absent_ones, *self._kinds
+        tag = (absent_ones, arguments[-1], *self._kinds)
+        self._launches.append(Launch(kernel, (programs, 1, 1), config, arguments, tag))
+
+    def run(self) -> None:
+        """Run what was added, in that order; compiled side by side where it is not compiled yet."""
+        compile_together(self._launches, self.device)
+        for x in self._launches:
+            launch(x.kernel, x.grid, self._trusted(x), x.arguments, self.device)
+        self._launches.clear()
+
+    def _trusted(self, x: Launch) -> Config:
+        """Its configuration, or one of few warps where the code for it cannot be trusted."""
+        if 0 in x.grid or self.architecture != "sm_90" or self.device.type != "cuda":
+            return x.config
+        key = (x.kernel, x.config, *x.tag)
         if key not in _looked_at:
             with torch.cuda.device(self.device):
-                compiled = kernel.warmup(*arguments, grid=(1, 1, 1), **compiler_options(config))
+                compiled = x.kernel.warmup(*x.arguments, grid=x.grid, **compiler_options(x.config))
             is_wrong = misuses_stack_pointer(compiled.asm["cubin"])
-            _looked_at[key] = config._replace(num_warps=_FEW_WARPS) if is_wrong else config
+            _looked_at[key] = x.config._replace(num_warps=_FEW_WARPS) if is_wrong else x.config
         return _looked_at[key]
 
     @cached_property

@@ -20,11 +20,12 @@ def linear_fwd(inputs: Inputs) -> tuple[Tensor, Tensor]:
     call = LinearCall(inputs)
     out, final = call.rows_like(inputs.v), call.new_state()
     prepared = call.prepared()
-    call.launch_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
-    call.launch_states(
+    call.add_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
+    call.add_states(
         _states_kernel, call.call, prepared, call.initial, final, call.operand(out), None, None,
         None,
     )  # fmt: skip
+    call.run()
     return out, final
 
 
@@ -37,15 +38,15 @@ class Remade(NamedTuple):
     steps: Tensor
 
 
-def linear_states(call: LinearCall) -> Remade:
+def add_remaking(call: LinearCall) -> Remade:
     prepared = call.prepared()
     # The gradient of a chunk's decay is all of the state times its gradient: rounded to 16 bits it
     # would be over the error budget.
     dtype = torch.float32 if call.gate else None
     states, steps = call.buffer(call.D, call.E, dtype=dtype), call.buffer(call.chunk, call.E)
     errors = call.buffer(call.chunk, call.E) if call.has_delta else None
-    call.launch_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
-    call.launch_states(
+    call.add_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
+    call.add_states(
         _states_kernel, call.call, prepared, call.initial, call.new_state(), absent(Operand),
         states, errors, steps,
     )  # fmt: skip
