@@ -141,7 +141,7 @@ class LinearCall:
         C, D = self.chunk, self.D
         return Prepared(
             scores=self.buffer(C, C),
-            inverse=self.buffer(C, C, dtype=wide) if delta else None,
+            inverse=self._inverse() if delta else None,
             reached=self.buffer(C, dtype=wide) if scalar else None,
             left=self.buffer(C, dtype=wide) if scalar else None,
             total=self.buffer(D if vector else 1, dtype=wide) if scalar or vector else None,
@@ -149,6 +149,11 @@ class LinearCall:
             seen=self.buffer(C, D) if vector and delta else None,
             k=self.buffer(C, D) if vector else None,
         )
+
+    def _inverse(self) -> Tensor:
+        if self.dtype == torch.float32:
+            return self.buffer(self.chunk, self.chunk)
+        return self.buffer(2, self.chunk, self.chunk, dtype=torch.bfloat16)
 
     def pairs(self) -> Pairs:
         C, wide = self.chunk, torch.float32

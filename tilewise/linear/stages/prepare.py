@@ -25,7 +25,7 @@ from .gates import (
     scalar_decays,
     vector_decays,
 )
-from .solve import invert_unit_lower
+from .solve import invert_unit_lower, store_inverse
 from .structs import SCALAR_GATE, VECTOR_GATE, locate_chunk
 from .tiles import (
     dot,
@@ -67,7 +67,7 @@ def _chunk_prepare_kernel(call, out, BUILD: tl.constexpr):
     if BUILD.has_delta:
         beta = load_numbers(call.beta, row, first, count, head, C)
         inverse = invert_unit_lower(tl.where(i > j, kk * beta[:, None], 0.0), C, BUILD)
-        store_block(out.inverse, at, 0, 0, inverse, C, C, C, C, BUILD)
+        store_inverse(out.inverse, at, inverse, DTYPE, BUILD)
     if BUILD.gate == VECTOR_GATE:
         for d0 in range(0, D, BLOCK):
             _store_decayed(call, out, at, row, first, count, head, qk_head, d0, BUILD)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .gates import rung_pairs
-from .tiles import fine_dot
+from .tiles import fine_dot, load_block, load_block_transposed, narrow, split, store_block
 
 BLOCK = tl.constexpr(16)
 
@@ -55,3 +55,41 @@ def _double(x, a, N: tl.constexpr, CHUNK: tl.constexpr, BUILD: tl.constexpr):
     """The inverse of diagonal blocks of 2^(N + 1) from that of blocks of 2^N."""
     c = tl.where(rung_pairs(N, CHUNK, False), a, 0.0)
     return x - fine_dot(x, fine_dot(c, x, BUILD), BUILD)
+
+
+@triton.jit
+def store_inverse(ptr, index, x, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+    """Of fp32 inputs in fp32; of others as the sum of two matrices in bf16, one after the other."""
+    C: tl.constexpr = BUILD.chunk
+    if tl.float32 == DTYPE:
+        store_block(ptr, index, 0, 0, x, C, C, C, C, BUILD)
+    else:
+        high = narrow(x, tl.bfloat16, BUILD)
+        store_block(ptr, 2 * index, 0, 0, high, C, C, C, C, BUILD)
+        store_block(ptr, 2 * index + 1, 0, 0, x - high.to(tl.float32), C, C, C, C, BUILD)
+
+
+@triton.jit
+def apply_inverse(
+    ptr, index, x, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, BUILD: tl.constexpr
+):
+    """The stored inverse, or its transpose, times x, which is fp32."""
+    if tl.float32 == DTYPE:
+        return fine_dot(_load(ptr, index, TRANSPOSED, BUILD), x, BUILD)
+    else:
+        high = _load(ptr, 2 * index, TRANSPOSED, BUILD)
+        low = _load(ptr, 2 * index + 1, TRANSPOSED, BUILD)
+        if BUILD.precision == "interpreted":
+            return tl.dot(high.to(tl.float32) + low.to(tl.float32), x)
+        else:
+            x_high, x_low = split(x)
+            return tl.dot(high, x_high, tl.dot(high, x_low, tl.dot(low, x_high)))
+
+
+@triton.jit
+def _load(ptr, index, TRANSPOSED: tl.constexpr, BUILD: tl.constexpr):
+    C: tl.constexpr = BUILD.chunk
+    if TRANSPOSED:
+        return load_block_transposed(ptr, index, 0, 0, C, C, C, C)
+    else:
+        return load_block(ptr, index, 0, 0, C, C, C, C)

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
+from .solve import apply_inverse
 from .structs import SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slot
 from .tiles import (
     dot,
-    fine_dot,
     load_block,
     load_block_transposed,
     load_columns,
@@ -61,7 +61,7 @@ def _states_kernel(
             if errors is not None:
                 store_block(errors, at, 0, e0, d, C, BLOCK_E, C, E, BUILD)
             d *= load_numbers(call.beta, row, first, count, head, C)[:, None]
-            d = fine_dot(load_block(prepared.inverse, at, 0, 0, C, C, C, C), d, BUILD)
+            d = apply_inverse(prepared.inverse, at, d, False, DTYPE, BUILD)
         if steps is not None:
             store_block(steps, at, 0, e0, d, C, BLOCK_E, C, E, BUILD)
         if out.ptr is not None:

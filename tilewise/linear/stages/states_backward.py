@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
+from .solve import apply_inverse
 from .structs import SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slot
 from .tiles import (
     dot,
-    fine_dot,
     load_block,
     load_block_transposed,
     load_columns,
@@ -67,8 +67,7 @@ def _states_bwd_kernel(
         scores = load_block_transposed(prepared.scores, at, 0, 0, C, C, C, C)
         dd = dot(scores, do, dd, DTYPE, BUILD)
         if BUILD.has_delta:
-            inverse = load_block_transposed(prepared.inverse, at, 0, 0, C, C, C, C)
-            dd = fine_dot(inverse, dd, BUILD)
+            dd = apply_inverse(prepared.inverse, at, dd, True, DTYPE, BUILD)
             store_block(dsteps, at, 0, e0, dd, C, BLOCK_E, C, E, BUILD)
             dd *= load_numbers(call.beta, row, first, count, head, C)[:, None]
         store_rows(dv, row, first, count, head, e0, dd, C, BLOCK_E, E, BUILD)

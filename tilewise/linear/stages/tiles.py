@@ -156,8 +156,8 @@ def fine_dot(a, b, BUILD: tl.constexpr):
     elif PRECISION == "split":
         return _wide_dot(a, b, None)
     else:
-        a_high, a_low = _split(a)
-        b_high, b_low = _split(b)
+        a_high, a_low = split(a)
+        b_high, b_low = split(b)
         return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
 
 
@@ -168,7 +168,7 @@ def sum_dot(ones, x, BUILD: tl.constexpr):
         return tl.dot(ones, x)
     else:
         ones = ones.to(tl.bfloat16)
-        high, low = _split(x)
+        high, low = split(x)
         if BUILD.precision == "split":
             _, middle, lowest = _split_in_three(x)
             return tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, lowest)))
@@ -183,7 +183,7 @@ def sum_dot_right(x, ones, BUILD: tl.constexpr):
         return tl.dot(x, ones)
     else:
         ones = ones.to(tl.bfloat16)
-        high, low = _split(x)
+        high, low = split(x)
         if BUILD.precision == "split":
             _, middle, lowest = _split_in_three(x)
             return tl.dot(high, ones, tl.dot(middle, ones, tl.dot(lowest, ones)))
@@ -211,7 +211,7 @@ def _wide_dot(a, b, acc):
 
 
 @triton.jit
-def _split(x):
+def split(x):
     """fp32 numbers as the sum of two in bf16, to 2^-17."""
     high = x.to(tl.bfloat16)
     return high, (x - high.to(tl.float32)).to(tl.bfloat16)
@@ -220,6 +220,6 @@ def _split(x):
 @triton.jit
 def _split_in_three(x):
     """fp32 numbers as the sum of three in bf16, to 2^-25."""
-    high, middle = _split(x)
+    high, middle = split(x)
     rest = x - high.to(tl.float32) - middle.to(tl.float32)
     return high, middle, rest.to(tl.bfloat16)
