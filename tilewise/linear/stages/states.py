@@ -20,7 +20,6 @@ from .tiles import (
     dot,
     load_block,
     load_block_transposed,
-    load_columns,
     load_numbers,
     load_rows,
     narrow,
@@ -56,8 +55,15 @@ def _states_kernel(
         if states is not None:
             store_block(states, at, 0, e0, state, FULL_D, BLOCK_E, D, E, BUILD)
         d = load_rows(call.v, row, first, count, head, e0, C, BLOCK_E, E).to(tl.float32)
+        if BUILD.gate != VECTOR_GATE:
+            # Once: a loaded tile, unlike a product, may be seen transposed.
+            k = load_rows(call.k, row, first, count, qk_head, 0, C, FULL_D, D)
         if BUILD.has_delta:
-            d -= _read(call, prepared, before, at, row, first, count, qk_head, False, FULL_D, BUILD)
+            if BUILD.gate == VECTOR_GATE:
+                reader = load_block(prepared.seen, at, 0, 0, C, FULL_D, C, D)
+            else:
+                reader = k
+            d -= _read(prepared, reader, before, at, BUILD, DTYPE)
             if errors is not None:
                 store_block(errors, at, 0, e0, d, C, BLOCK_E, C, E, BUILD)
             d *= load_numbers(call.beta, row, first, count, head, C)[:, None]
@@ -65,21 +71,25 @@ def _states_kernel(
         if steps is not None:
             store_block(steps, at, 0, e0, d, C, BLOCK_E, C, E, BUILD)
         if out.ptr is not None:
-            o = _read(call, prepared, before, at, row, first, count, qk_head, True, FULL_D, BUILD)
+            if BUILD.gate == VECTOR_GATE:
+                reader = load_block(prepared.q, at, 0, 0, C, FULL_D, C, D)
+                o = _read(prepared, reader, before, at, BUILD, DTYPE)
+            else:
+                reader = load_rows(call.q, row, first, count, qk_head, 0, C, FULL_D, D)
+                o = _read(prepared, reader, before, at, BUILD, DTYPE) * call.scale
             scores = load_block(prepared.scores, at, 0, 0, C, C, C, C)
             o = dot(scores, d, o, DTYPE, BUILD)
             store_rows(out, row, first, count, head, e0, o, C, BLOCK_E, E, BUILD)
         if BUILD.gate == VECTOR_GATE:
             dims = tl.arange(0, FULL_D)
             total = tl.load(prepared.total + at * D + dims, mask=dims < D, other=0.0)
-            k = load_block_transposed(prepared.k, at, 0, 0, C, FULL_D, C, D)
-            state = _add_step(k, d, state * total[:, None], DTYPE, BUILD)
+            k_columns = load_block_transposed(prepared.k, at, 0, 0, C, FULL_D, C, D)
+            state = _add_step(k_columns, d, state * total[:, None], DTYPE, BUILD)
         else:
-            k = load_columns(call.k, row, first, count, qk_head, 0, C, FULL_D, D)
             if BUILD.gate == SCALAR_GATE:
                 d = d * tl.load(prepared.left + at * C + tl.arange(0, C))[:, None]
                 state = state * tl.load(prepared.total + at)
-            state = _add_step(k, d, state, DTYPE, BUILD)
+            state = _add_step(tl.trans(k), d, state, DTYPE, BUILD)
     store_block(final, index, 0, e0, state, FULL_D, BLOCK_E, D, E, BUILD)
 
 
@@ -95,22 +105,11 @@ def _add_step(k, d, state, DTYPE: tl.constexpr, BUILD: tl.constexpr):
 
 
 @triton.jit
-def _read(
-    call, prepared, state, at, row, first, count, qk_head,
-    BY_Q: tl.constexpr, FULL_D: tl.constexpr, BUILD: tl.constexpr,
-):  # fmt: skip
-    """What q (with scale) or k reads of the state at the chunk's start, as it reaches each step."""
+def _read(prepared, reader, state, at, BUILD: tl.constexpr, DTYPE: tl.constexpr):
+    """What q or k reads of the state at the chunk's start, as it reaches each step. With a vector
+    gate a reader is decayed already."""
     C: tl.constexpr = BUILD.chunk
-    DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
-    if BUILD.gate == VECTOR_GATE:
-        reader = prepared.q if BY_Q else prepared.seen
-        return dot(load_block(reader, at, 0, 0, C, FULL_D, C, BUILD.dim), state, None, DTYPE, BUILD)
-    else:
-        source = call.q if BY_Q else call.k
-        x = load_rows(source, row, first, count, qk_head, 0, C, FULL_D, BUILD.dim)
-        read = dot(x, state, None, DTYPE, BUILD)
-        if BY_Q:
-            read *= call.scale
-        if BUILD.gate == SCALAR_GATE:
-            read *= tl.load(prepared.reached + at * C + tl.arange(0, C))[:, None]
-        return read
+    read = dot(reader, state, None, DTYPE, BUILD)
+    if BUILD.gate == SCALAR_GATE:
+        read *= tl.load(prepared.reached + at * C + tl.arange(0, C))[:, None]
+    return read

@@ -52,8 +52,8 @@ class Prepared(NamedTuple):
     scores `[C, C]`: of q and k, with scale and decay. inverse: (I + A)^-1 of the delta rule, in
     fp32 or as two of bf16 (`solve.py`), since what it is off by grows from step to step. reached,
     left: decays from a chunk's start and to its end, `[C]`. total: over it, `[1]` or `[D]`.
-    q, seen, k `[C, D]`: with a vector gate, q with scale and k decayed from the start, and k decayed
-    to the end.
+    q, seen, k `[C, D]`: with a vector gate, q with scale and k decayed from the start, and k
+    decayed to the end.
     """
 
     scores: Any
