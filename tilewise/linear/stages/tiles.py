@@ -195,9 +195,8 @@ def sum_dot_right(x, ones, BUILD: tl.constexpr):
 def _wide_dot(a, b, acc):
     """acc + a b to fp32's accuracy, the small products first.
 
-    In bf16 and not as three tf32 products: calls of kernels that had those, in loops of two
-    stages, read out of bounds and were off in single elements (H200, Triton 3.6, 2026-11-30).
-    Whether the one or the other was the cause is not known.
+    In bf16. Kernels with three tf32 products instead read out of bounds on an H200 (Triton 3.6,
+    2026-11-30), likely for the reason in `machine_code.py`; they have not run since.
     """
     a1, a2, a3 = _split_in_three(a)
     b1, b2, b3 = _split_in_three(b)
