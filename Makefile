@@ -93,7 +93,9 @@ $(READY): pyproject.toml requirements/constraints.txt
 	@echo "Making $(VENV) from requirements/constraints.txt; the first time, torch's download takes minutes."
 	@$(PYTHON) -m venv $(VENV) || { echo "No venv in this Python; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@sed $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d' -e '/^triton==/d') -e '/^#/d' requirements/constraints.txt > $(PINS)
-	@$(if $(TORCH_INDEX),$(PIP) install --no-deps --index-url $(TORCH_INDEX) -c $(PINS) torch,:)
+	@echo "  torch: 200 MB, several GB where the index has builds for GPUs"
+	@$(PIP) install $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) -c $(PINS) torch
+	@echo "  Tilewise and what its checks need: 300 MB"
 	@$(PIP) install -c $(PINS) -e '.[dev]'
 	@touch $@
 

@@ -132,16 +132,21 @@ def _tables(model: Any, length: int) -> tuple[Tensor, Tensor]:
 
 def train(steps: int) -> Any:
     run = lm.Run("tilewise", 1024, steps)
+    print(f"training {steps} steps first, a second each on two idle cores", flush=True)
     torch.manual_seed(0)
     model = lm.Model(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     rows = lm.pack(lm.read_documents(), run.context)
+    losses: list[float] = []
+    said = time.perf_counter()
     for _ in range(steps):
         text, cu_seqlens = next(rows)
         loss = lm.next_byte_loss(model(text, cu_seqlens), text, cu_seqlens)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        losses.append(loss.item())
+        said = lm.say_progress(run, losses, said)
     print(f"trained {steps} steps: {loss.item():.2f} nats a byte")
     return model.eval()
 

@@ -62,6 +62,9 @@ def _run_on_cuda(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:The CUDA Graph is empty:UserWarning")
     # Advice of torch.compile's, not heeded: fp32 products here are fp32.
     config.addinivalue_line("filterwarnings", "ignore:TensorFloat32 tensor cores:UserWarning")
+    # Of a model's own softmax where the compiler splits it.
+    softmax = "ignore:\\s*Online softmax is disabled:UserWarning"
+    config.addinivalue_line("filterwarnings", softmax)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -70,8 +70,11 @@ NEEDED = ("pytest", "xdist", "hypothesis")
 
 
 def area_of(name: str) -> str:
-    """Of a kernel's path, a test's name or the dotted name of an op's function."""
-    words = re.split(r"[\W_]+", name.partition("[")[0])
+    """Of a kernel's path, a test's file or the dotted name of an op's function.
+
+    What a test is called says nothing: memory may be linear, and a dense call may decode.
+    """
+    words = re.split(r"[\W_]+", name.partition("::")[0])
     return next((word for word in words if word in AREAS[1:]), AREAS[0])
 
 

@@ -67,5 +67,6 @@ def test_the_command_stores_what_it_prints(
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert printed == json.loads(path.read_text())
     assert printed["missing"] == {"flash-linear-attention": "its kernels need a GPU"}
-    assert main(["bench", "linear", "--grid", "dense"]) == 2
-    assert "--grid is for another bench" in capsys.readouterr().err
+    for option in ("--grid", "--trace"):
+        assert main(["bench", "linear", option, "dense"]) == 2
+        assert f"{option} is for another bench" in capsys.readouterr().err

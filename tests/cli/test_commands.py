@@ -185,6 +185,16 @@ def test_gpu_bench_refuses_a_wrong_backend(capsys: Capture) -> None:
 
 
 @pytest.mark.usefixtures("gpu_bench")
+def test_gpu_bench_without_some_peers(capsys: Capture) -> None:
+    assert main([*GPU_BENCH, "--without", "flex,fa4", "--json"]) == 0
+    found = read_json(capsys)
+    assert found["missing_peers"]["FlexAttention"] == found["missing_peers"]["FA4"]
+    assert all(peer["name"] != "FlexAttention" for row in found["rows"] for peer in row["peers"])
+    assert main([*GPU_BENCH, "--without", "fa5"]) == 2
+    assert "without must be some of fa2, cudnn" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("gpu_bench")
 def test_gpu_bench_within_its_minutes(capsys: Capture) -> None:
     assert main([*GPU_BENCH, "--minutes", "1e-9"]) == 0
     assert "Left out, since the time was up: host: D 64 full 16" in capsys.readouterr().out

@@ -31,6 +31,10 @@ class HopperVariant:
     has_start: bool
     n_consumers: int
 
+    @property
+    def is_rare(self) -> bool:
+        return self.name in RARE
+
 
 def _variant(
     name: str, D: int, spills: tuple[int, int] = (0, 0), *, dtype: torch.dtype = _BF16,
@@ -54,6 +58,18 @@ _PADDED: dict[str, Any] = {
 }  # fmt: skip
 _WINDOW: dict[str, Any] = {"mask": tw.window(100, 0), "has_start": True}
 _PARTIAL: dict[str, Any] = {"op": tw.attention_partial, "out_dtype": _FP32}
+
+# Compiled under `--all-targets` alone: others like them show what theirs would.
+RARE = {
+    "fp16 D 64", "fp16 D 256", "D 64, E 128", "D 96, E 256", "window D 64", "window D 256",
+    "padding D 128", "packed D 64", "packed D 256", "softcap D 128", "softcap D 256", "ALiBi D 128",
+    "ALiBi D 256", "scale below 0", "packed fp32 partial",
+}  # fmt: skip
+RARE_BACKWARD = {
+    "causal D 64", "fp16 D 128", "D 128, E 64", "padding D 128", "packed D 64",
+    "into fp32 buffers D 64", "ALiBi D 64", "packed D 256", "D 256, softcap, ALiBi",
+    "into fp32 buffers D 256",
+}  # fmt: skip
 
 HOPPER_VARIANTS = [
     # What people run.
@@ -101,22 +117,28 @@ HOPPER_VARIANTS = [
 
 @dataclass(frozen=True)
 class BackwardVariant:
-    """spills: the most bytes a thread, of Triton 3.6 and of later ones."""
+    """spills: the most bytes a thread of each kernel, of Triton 3.6 and of later ones."""
 
     name: str
     call: Callable[[], Any]
     spills: tuple[int, int]
 
+    @property
+    def is_rare(self) -> bool:
+        return self.name in RARE_BACKWARD
+
 
 def _backward(
     name: str, D: int, spills: tuple[int, int], *, dtype: torch.dtype = _BF16, E: int | None = None,
-    G: int = 4, op: Callable[..., Any] = tw.attention, **options: Any,
+    G: int = 4, op: Callable[..., Any] = tw.attention, has_sinks: bool = False, **options: Any,
 ) -> BackwardVariant:  # fmt: skip
     def call() -> Any:
         batch = () if "cu_seqlens_q" in options else (2,)
         shapes = ((M, 4, D), (N, G, D), (N, G, E or D))
         tensors = (torch.zeros(*batch, *shape, dtype=dtype) for shape in shapes)
-        op(*(x.requires_grad_() for x in tensors), backend="hopper", **options).sum().backward()
+        extras = {"sinks": torch.zeros(4).requires_grad_()} if has_sinks else {}
+        x = (x.requires_grad_() for x in tensors)
+        op(*x, backend="hopper", **options, **extras).sum().backward()
 
     return BackwardVariant(name, call, spills)
 
@@ -147,4 +169,21 @@ BACKWARD_VARIANTS = [
     BackwardVariant("into fp32 buffers D 64", _into_buffers(64), (8, 40)),
     BackwardVariant("into fp32 buffers D 128", _into_buffers(128), (104, 160)),
     _backward("documents", 128, (40, 144), mask=tw.window(30, 0) & tw.documents(_LENGTHS)),
+    _backward("softcap D 128", 128, (176, 240), softcap=30.0),
+    _backward("ALiBi D 64", 64, (8, 32), alibi_slopes=torch.zeros(4)),
+    _backward("D 256", 256, (24, 40)),
+    _backward("packed D 256", 256, (8, 40), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    _backward(
+        "D 192, E 128, window, sinks", 192, (40, 40), E=128, mask=tw.window(100, 0), has_sinks=True
+    ),
+    _backward(
+        "D 256, softcap, ALiBi",
+        256,
+        (112, 120),
+        mask=tw.causal(),
+        softcap=30.0,
+        alibi_slopes=torch.zeros(4),
+    ),
+    _backward("deterministic D 128", 128, (64, 104), deterministic=True),
+    BackwardVariant("into fp32 buffers D 256", _into_buffers(256), (24, 56)),
 ]

@@ -103,16 +103,28 @@ def recorded(architecture: str) -> Iterator[list[Launch]]:
         choice.triton_problem, choice.hopper_problem, hopper_call._multiprocessors = problems
 
 
-def compile_call(call: Callable[[], Any], architecture: str) -> list[Compiled]:
-    """Every binary that a call needs on such a GPU, in the order of its launches."""
+def compile_call(call: Callable[[], Any], architecture: str, part: str = "") -> list[Compiled]:
+    """Every binary that a call needs on such a GPU, in the order of its launches.
+
+    part: of the names of those that are meant.
+    """
     with recorded(architecture) as records:
         call()
     found = {}
     for record in records:
+        if part not in record.name:
+            continue
         key, source, options = _specialize(record, architecture)
         if key not in found:
             found[key] = _compile(record.name, source, options, architecture)
     return list(found.values())
+
+
+def compiled_text(launch: Launch, architecture: str, stage: str) -> str:
+    """What a launch's kernel is at a stage of the compiler, such as ptx."""
+    _, source, options = _specialize(launch, architecture)
+    compiled = triton.compile(source, target=TARGETS[architecture].gpu, options=options)
+    return str(compiled.asm[stage])
 
 
 def _specialize(launch: Launch, architecture: str) -> tuple[str, ASTSource, dict[str, Any]]:

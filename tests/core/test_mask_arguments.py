@@ -23,10 +23,12 @@ BUILT: dict[str, dict[str, Callable[[], Any]]] = {
     "window: left": {
         "negative": lambda: tw.window(-1, 0),
         "float": lambda: tw.window(1.5, 0),
+        "text": lambda: tw.window("1", 0),
     },
     "window: right": {"negative": lambda: tw.window(0, -2)},
     "window": {
         "float offset": lambda: tw.window(1, 0, offset=0.5),
+        "list offset": lambda: tw.causal([1, 2]),
         "float tensor": lambda: tw.causal(torch.tensor([0.5])),
         "offset [B, 2]": lambda: tw.causal(ints([[0, 1], [2, 3]])),
     },
@@ -34,12 +36,15 @@ BUILT: dict[str, dict[str, Callable[[], Any]]] = {
         "zero": lambda: tw.chunked(0),
         "negative": lambda: tw.chunked(-3),
         "float": lambda: tw.chunked(2.5),
+        "nothing": lambda: tw.chunked(None),
     },
     "key_padding:": {
         "float tensor": lambda: tw.key_padding(torch.tensor([1.0, 2.0])),
         "float list": lambda: tw.key_padding([1.5]),
         "bool": lambda: tw.key_padding(torch.tensor([True])),
         "two dims": lambda: tw.key_padding(ints([[1, 2]])),
+        "nothing": lambda: tw.key_padding(None),
+        "ragged": lambda: tw.key_padding([[1], [1, 2]]),
     },
     "left_padding:": {
         "float tensor": lambda: tw.left_padding(torch.tensor([0.0])),
@@ -59,14 +64,21 @@ BUILT: dict[str, dict[str, Callable[[], Any]]] = {
     },
     "intervals(starts=):": {
         "float": lambda: tw.intervals(torch.zeros(2, 1), ints([[1], [2]])),
+        "list": lambda: tw.intervals([[1], [2]], ints([[1], [2]])),
     },
     "intervals(stops=):": {
         "float": lambda: tw.intervals(ints([[1], [2]]), torch.zeros(2, 1)),
     },
+    "tree:": {
+        "list": lambda: tw.tree([1, 3]),
+        "float": lambda: tw.tree(torch.tensor([1.0])),
+    },
     "blocks:": {
+        "list": lambda: tw.blocks([[True]]),
         "integers": lambda: tw.blocks(ints([[1, 0]])),
         "one dim": lambda: tw.blocks(torch.tensor([True])),
         "five dims": lambda: tw.blocks(torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)),
+        "half a key": lambda: tw.blocks(torch.tensor([[True]]), 4, 0.5),
         "tile of 0": lambda: tw.blocks(torch.tensor([[True]]), 0, 4),
         "negative tile": lambda: tw.blocks(torch.tensor([[True]]), 4, -1),
     },

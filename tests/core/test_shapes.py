@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,7 +61,7 @@ def test_an_alternative_takes_one_and_binds_nothing() -> None:
         ("v", (2, 6, 2, 6), "N = 7, got [2, 6, 2, 6]"),
         ("v", (2, 7, 1, 6), "G = 2, got [2, 7, 1, 6]"),
         ("slopes", (2, 3), "H = 4, got [2, 3]"),
-        ("rng", (3,), "got [3]"),
+        ("rng", (3,), "must be [2], got [3]"),
     ],
 )
 def test_a_tensor_that_does_not_fit(name: str, shape: tuple[int, ...], said: str) -> None:
@@ -67,6 +69,13 @@ def test_a_tensor_that_does_not_fit(name: str, shape: tuple[int, ...], said: str
         check_shapes("attention", tensors(**{name: shape}), **SPECS)
     assert_one_sentence(caught, f"attention: {name} must be [{', '.join(SPECS[name].split())}]")
     assert said in str(caught.value)
+
+
+def test_what_is_no_tensor() -> None:
+    given: dict[str, Any] = {**tensors(), "k": [1.0]}
+    with pytest.raises(ValueError) as caught:
+        check_shapes("attention", given, **SPECS)
+    assert_one_sentence(caught, "attention: k must be a tensor, got list")
 
 
 def test_one_device() -> None:

@@ -9,9 +9,11 @@ from torch import Tensor
 import tilewise as tw
 from tests.helpers import UNDER_TEST
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
+from tilewise.decode import choice as decode_choice
 from tilewise.decode.budget import unread
 from tilewise.decode.call import Splits, make_call
 from tilewise.decode.ops import flatten
+from tilewise.dense import choice as dense_choice
 
 H, G, D, E = 6, 2, 16, 8
 
@@ -177,24 +179,27 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "cache": ({"cache": None}, "cache must be a KVCache, got NoneType"),
     "q": ({"q": None}, "q must be a tensor"),
     "mask": ({"mask": torch.ones(3)}, "mask must be a tilewise Mask, got Tensor"),
-    "batch": ({"q": torch.zeros(3, 1, H, D)}, r"q must be \[2, M, H, 16\] with 2 = 2"),
-    "dim": ({"q": torch.zeros(2, 1, H, D + 1)}, r"with 16 = 16"),
+    "batch": ({"q": torch.zeros(3, 1, H, D)}, r"q must be \[2, M, H, 16\], got \[3, 1, 6, 16\]"),
+    "dim": ({"q": torch.zeros(2, 1, H, D + 1)}, r"q must be \[2, M, H, 16\], got \[2, 1, 6, 17\]"),
     "heads": ({"q": torch.zeros(2, 1, 5, D)}, "a multiple of the kv heads of the cache"),
     "dtype": ({"q": torch.zeros(2, 1, H, D).half()}, "q must have the cache's dtype"),
     "int q": ({"q": torch.zeros(2, 1, H, D).int()}, "q must be float16, bfloat16, float32"),
     "packed": ({"cu_seqlens_q": ints(0, 1, 2)}, r"q must be \[T, H, 16\]"),
-    "cu": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": ints(0, 3, 5)}, "end within the 4 packed"),
+    "cu": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": ints(0, 3, 5)}, "cu_seqlens_q ends at 5"),
     "cu dtype": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": torch.zeros(3)}, "cu_seqlens_q must"),
     "longest": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": ints(0, 3, 4), "max_seqlen_q": 2},
                 "max_seqlen_q is 2, but a sequence has 3 queries"),
     "max": ({"max_seqlen_q": 1.5}, "max_seqlen_q must be an int"),
     "splits": ({"num_splits": 0}, "num_splits must be None or an int >= 1"),
     "scale": ({"scale": float("inf")}, "scale must be finite"),
+    "text": ({"scale": "0.3"}, "scale must be a number, got '0.3'"),
+    "numbers": ({"softcap": [2.0]}, r"softcap must be a number, got \[2.0\]"),
+    "no out": ({"out": [0.0]}, "out must be a tensor, got list"),
     "softcap": ({"softcap": 0.0}, "softcap must be None or lie between"),
     "sinks": ({"sinks": torch.zeros(H + 1)}, r"sinks must be floating \[6\]"),
     "slopes": ({"alibi_slopes": torch.zeros(3, H)}, "alibi_slopes must be floating"),
     "bias": ({"bias": torch.zeros(1, H, 1, 3)}, "bias must broadcast to"),
-    "bool bias": ({"bias": torch.ones(1, dtype=torch.bool)}, "bias must be a floating tensor"),
+    "bool bias": ({"bias": torch.ones(1, dtype=torch.bool)}, "bias must be .* got torch.bool"),
     "out": ({"out": torch.zeros(2, 1, H, E + 1)}, r"out must be \[2, 1, 6, 8\]"),
     "out dtype": ({"out": torch.zeros(2, 1, H, E).half()}, "out must have q's dtype"),
     "backend": ({"backend": "cuda"}, "backend must be one of"),
@@ -229,6 +234,26 @@ def test_the_choice_and_its_reasons() -> None:
                                 cache.lengths), backend="triton")  # fmt: skip
     with pytest.raises(TypeError, match="knows no argument 'window'"):
         tw.explain_cache_backend(q, cache, window=3)
+
+
+@pytest.mark.skipif(UNDER_TEST.device != "cpu", reason="of the choice as if on a GPU")
+@pytest.mark.parametrize(
+    ("M", "options", "kernel"),
+    [
+        (1, {}, "Triton's split-KV kernel"),
+        (1280, {}, "dense attention's kernel"),
+        (1280, {"num_splits": 2}, "Triton's split-KV kernel"),
+        (1, {"mask": tw.chunked(4)}, "dense attention's kernel"),
+    ],
+)
+def test_the_reason_names_the_kernel(
+    M: int, options: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(decode_choice, "choose", lambda *given: "triton")
+    monkeypatch.setattr(dense_choice, "triton_problem", lambda device: "")
+    choice = tw.explain_cache_backend(queries(2, M), filled([20, 9], 24), **options)
+    assert choice.reason == f"{kernel} runs here, on cpu"
 
 
 @pytest.mark.skipif(UNDER_TEST.device != "cpu", reason="of the op's schema")

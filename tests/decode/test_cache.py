@@ -82,12 +82,12 @@ def filled(page: int | None, dtype: torch.dtype = torch.float32) -> tw.KVCache:
 
 APPENDS: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({}, "sequence 2 would grow to 27 tokens, but the cache holds 2[45]"),
-    "dims": ({"k": torch.zeros(B, 3, G, D + 1)}, r"k must be \[3, L, 2, 8\] with 8 = 8"),
+    "dims": ({"k": torch.zeros(B, 3, G, D + 1)}, r"k must be \[3, L, 2, 8\], got"),
     "one length": ({"v": torch.zeros(B, 2, G, E)}, "v must be .* with L = 3"),
     "dtype": ({"k": torch.zeros(B, 3, G, D).half()}, "k must have the cache's dtype"),
     "no tensor": ({"v": None}, "v must be None for a latent cache"),
     "cu": ({"k": torch.zeros(9, G, D), "v": torch.zeros(9, G, E), "cu_seqlens": ints(0, 4, 3, 9)},
-           "cu_seqlens must start at 0, never fall"),
+           "cu_seqlens must never fall, got 4 then 3"),
     "cu too short": ({"k": torch.zeros(9, G, D), "v": torch.zeros(9, G, E),
                       "cu_seqlens": ints(0, 9)}, r"cu_seqlens must be \[4\]"),
     "rotary reach": ({"k": torch.zeros(2, G, D), "v": torch.zeros(2, G, E),
@@ -95,6 +95,9 @@ APPENDS: dict[str, tuple[dict[str, Any], str]] = {
                       "rotary": tw.Rotary(torch.ones(21, 2), torch.ones(21, 2))},
                      "rotary cos holds 21 positions, got positions 20 to 21"),
     "rotary width": ({"rotary": tw.Rotary(torch.ones(30, 5), torch.ones(30, 5))}, "R <= D = 8"),
+    "no rotary": ({"rotary": 3}, "rotary must be a Rotary, got int"),
+    "no table": ({"rotary": tw.Rotary(None, torch.ones(30, 2))},  # type: ignore[arg-type]
+                 "rotary cos must be a tensor, got NoneType"),
     "rotary first": ({"rotary": tw.Rotary(torch.ones(30, 2), torch.ones(30, 2), first=ints(1))},
                      r"rotary first must be int32 or int64 \[B\] = \[3\]"),
 }  # fmt: skip
@@ -111,6 +114,31 @@ def test_a_refused_append_changes_nothing(name: str, page: int | None) -> None:
         cache.append(**call)
     for n, x in before.items():
         assert torch.equal(getattr(cache, n), x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"B": -1}, "B must be an int >= 0, got -1"),
+        ({"capacity": 8.5}, "capacity must be an int >= 0, got 8.5"),
+        ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ({"dtype": torch.int32}, "dtype must be .* got torch.int32"),
+        ({"dtype": "bf16"}, "dtype must be .* got bf16"),
+    ],
+)
+def test_no_cache_has_such_sizes(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"B": 1, "capacity": 8, "G": 2, "D": 8, **change}
+    with pytest.raises(ValueError, match=f"KVCache: {message}"):
+        tw.KVCache.allocate(**given)
+
+
+@pytest.mark.parametrize("tokens", [-1, 1.5, "1", torch.tensor([1.0])])
+def test_what_was_never_written_is_not_wound_back_to(tokens: Any) -> None:
+    cache = filled(5)
+    before = cache.lengths.clone()
+    with pytest.raises(ValueError, match="rewind: tokens must be an int >= 0"):
+        cache.rewind(tokens)
+    assert torch.equal(cache.lengths, before)
 
 
 def test_indices_that_leave_the_cache_are_named() -> None:

@@ -63,7 +63,9 @@ def test_cascade_is_the_whole(prefix: int, packed: bool, has_sinks: bool) -> Non
 def test_what_it_cannot_say_is_refused() -> None:
     shared, behind, _ = caches(16, [4, 5])
     q = draw(2, 1, H, D)
-    with pytest.raises(NotImplementedError, match=r"mask must be full\(\) or causal\(\)"):
+    with pytest.raises(NotImplementedError, match=r"full\(\) or causal\(\), got Window"):
         tw.cascade_attention(q, shared, behind, mask=tw.window(3, 0))
     with pytest.raises(ValueError, match="prefix must be a KVCache of one sequence, got 2"):
         tw.cascade_attention(q, behind, behind)
+    with pytest.raises(ValueError, match="q must be a tensor, got NoneType"):
+        tw.cascade_attention(None, shared, behind)  # type: ignore[arg-type]

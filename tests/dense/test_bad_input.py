@@ -53,6 +53,7 @@ DENSE: list[tuple[dict[str, Any], str]] = [
     ({"softcap": 1e39}, r"softcap must be None or lie between"),
     ({"scale": 1e20, "softcap": 1e-20}, r"scale / softcap must be at most 1e38 in size"),
     ({"scale": [1.0]}, r"scale must be a number, got \[1.0\]"),
+    ({"scale": torch.ones(2)}, r"scale must be a number, got \[2\]"),
     ({"q": torch.randn(2, 5, 0, 8)}, r"a multiple of the kv heads of k and not 0, got H = 0"),
     ({"softcap": 0.0}, r"softcap must be None or lie between 1e-37 and 1e38, got 0.0"),
     ({"softcap": float("nan")}, r"softcap must be None or lie between"),
@@ -76,8 +77,11 @@ DENSE: list[tuple[dict[str, Any], str]] = [
     ({"mask": tw.key_padding([1, 2, 3])}, r"expected 2 entries, one a batch row, got 3"),
     ({"mask": tw.key_padding([-1, 2])}, r"lengths must not be negative, got -1"),
     ({"mask": tw.causal(offset=torch.tensor([1, 2, 3]))}, r"expected 2 entries"),
-    ({"mask": tw.documents([1, 4, 7])}, r"documents: cu_seqlens must start at 0 and never fall"),
-    ({"mask": tw.documents([0, 4, 3])}, r"documents: cu_seqlens must start at 0 and never fall"),
+    (
+        {"mask": tw.documents([1, 4, 7])},
+        r"cu_seqlens must start at 0 and never fall, got \[1, 4, 7\]",
+    ),
+    ({"mask": tw.documents([0, 4, 3])}, r"must start at 0 and never fall, got \[0, 4, 3\]"),
     ({"mask": tw.blocks(torch.ones(3, 1, 1, 1).bool())}, r"blocks: expected \[2 or 1, 4 or 1"),
     ({"mask": tw.from_function(lambda b, h, m, n: m - n)}, r"must return a bool tensor"),
 ]
@@ -97,6 +101,7 @@ VARLEN: list[tuple[dict[str, Any], str]] = [
     ({"bias": torch.randn(6, 9)}, r"bias must reach the longest document, 7 entries in dim"),
     ({"max_seqlen_q": 6}, r"max_seqlen_q is 6, but a sequence has 7 tokens"),
     ({"max_seqlen_k": 9.5}, r"max_seqlen_k must be an int >= 0, got 9.5"),
+    ({"max_seqlen_k": [9]}, r"max_seqlen_k must be an int >= 0, got \[9\]"),
     ({"max_seqlen_k": -2}, r"max_seqlen_k must be an int >= 0, got -2"),
     ({"q": torch.randn(1, 12, 4, 8)}, r"q must be \[T, H, D\], got 4 dimensions"),
 ]
@@ -128,7 +133,7 @@ def refuse_triton(message: str, dtype: torch.dtype = torch.float32, D: int = 8) 
     """Named, triton runs or refuses; every public form says so in one sentence."""
     q, k, v = (torch.randn(2, 5, 2, D, dtype=dtype) for _ in "qkv")
     lse = torch.zeros(2, 2, 5, dtype=dtype)
-    buffers = {"dq": q, "dk": k, "dv": v}
+    buffers = {"dq": q.clone(), "dk": k.clone(), "dv": v.clone()}
     cu = {"cu_seqlens_q": torch.tensor([0, 2, 5])}
     calls = {
         "attention": lambda: tw.attention(q, k, v, backend="triton"),
@@ -207,6 +212,25 @@ def test_partial_backward_adds_into_elements_that_are_apart(name: str) -> None:
         tw.attention_partial_backward(x, x, x, x, numbers, numbers, **buffers)
 
 
+@pytest.mark.parametrize(("name", "other"), [("dv", "dk"), ("dq", "q"), ("dk", "dout")])
+def test_partial_backward_adds_into_memory_of_its_own(name: str, other: str) -> None:
+    x = {n: torch.randn(2, 5, 4, 8) for n in ("dout", "q", "k", "v", "dq", "dk", "dv")}
+    x[name] = x[other].view_as(x[other])
+    numbers = torch.zeros(2, 4, 5)
+    dout, q, k, v = (x.pop(n) for n in ("dout", "q", "k", "v"))
+    with pytest.raises(ValueError, match="must have memory of its own, got that of"):
+        tw.attention_partial_backward(dout, q, k, v, numbers, numbers, **x)
+
+
+def test_partial_backward_adds_into_the_parts_of_one_tensor() -> None:
+    x, numbers, sums = torch.randn(2, 5, 4, 8), torch.zeros(2, 4, 5), torch.zeros(2, 5, 3, 4, 8)
+    dq, dk, dv = sums.unbind(2)
+    tw.attention_partial_backward(x, x, x, x, numbers, numbers, dq=dq, dk=dk, dv=dv)
+    apart = {name: torch.zeros_like(x) for name in ("dq", "dk", "dv")}
+    tw.attention_partial_backward(x, x, x, x, numbers, numbers, **apart)
+    assert all(torch.equal(a, b) for a, b in zip((dq, dk, dv), apart.values(), strict=True))
+
+
 @pytest.mark.parametrize("out_dtype", [torch.float8_e4m3fn, torch.int32, "fp32"])
 def test_out_dtype_is_one_that_kernels_write(out_dtype: Any) -> None:
     x = torch.randn(2, 5, 4, 8)
@@ -216,7 +240,7 @@ def test_out_dtype_is_one_that_kernels_write(out_dtype: Any) -> None:
 
 def test_a_start_must_not_be_negative() -> None:
     x = torch.randn(2, 5, 4, 8)
-    for start in (-1, 2.5, "1", 1 << 62):
+    for start in (-1, 2.5, "1", [1], 1 << 62):
         with pytest.raises(ValueError, match=r"q_start and k_start must be ints in \[0, 2\^31\)"):
             tw.attention_partial(x, x, x, q_start=start)
     with pytest.raises(ValueError, match="q_start must not be negative"):

@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from tests.helpers import backends
+from tests.helpers import check_call as check_budget
 from tilewise.dense import api, torch_flash
 from tilewise.dense.checks import check_call
+from tilewise.dense.tiled import full_precision
 
 
 def qkv(M: int = 9, N: int = 11, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -386,6 +388,33 @@ def test_the_newer_precision_setting_neither_matters_nor_changes(setting: str) -
         matmul.fp32_precision = before
 
 
+def test_precision_is_full_until_the_last_thread_is_done() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        first, second = full_precision(), full_precision()
+        first.__enter__()
+        second.__enter__()
+        # As threads do, the first one in leaves before the second.
+        first.__exit__(None, None, None)
+        assert matmul.fp32_precision == "ieee"
+        second.__exit__(None, None, None)
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+
+
 def test_meta_tensors_have_shapes() -> None:
     q = torch.empty(2, 8, 4, 16, device="meta")
     assert tw.attention(q, q, q, mask=tw.causal()).shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_keys_and_values_that_have_a_mean(dtype: torch.dtype) -> None:
+    """delta of an O in 16 bits is off for all keys of a row alike, which adds up in dQ."""
+    q, k, v = (torch.randn(1, 200, 2, 32) for _ in range(3))
+    tensors = {"q": q.to(dtype), "k": (k + 3.0).to(dtype), "v": (v + 3.0).to(dtype)}
+    check_budget("attention", tensors, backend="tiled")
+    check_budget("attention", tensors, backend="tiled", mask=tw.causal())
+    check_budget("attention_partial", tensors, backend="tiled", mask=tw.window(50, 0))

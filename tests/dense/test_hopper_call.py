@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
 from tilewise.dense import choice, warm
@@ -56,6 +57,57 @@ def test_the_forward_is_hoppers_and_the_backward_tritons(launches: Records) -> N
     assert names(launches) == [FORWARD]
     torch.autograd.grad(out, x, torch.zeros_like(out))
     assert len(launches) > 2 and all("_bwd_" in name for name in names(launches)[1:])
+
+
+_KEYS, _WIDE = "_attention_bwd_hopper_kernel", "_attention_bwd_hopper_wide_kernel"
+_PREPARE, _FINISH, _QUERY = (
+    f"_attention_bwd_hopper_{name}_kernel" for name in ("prepare", "finish", "query")
+)
+
+
+@pytest.mark.parametrize(
+    ("D", "options", "expected"),
+    [
+        (64, {}, (_KEYS, _FINISH)),
+        (128, {"softcap": 3.0}, (_KEYS, _FINISH)),
+        (128, {"alibi_slopes": torch.zeros(4)}, (_KEYS, _FINISH)),
+        (128, {"scale": -1.0}, (_KEYS, _FINISH)),
+        (128, {"sinks": torch.zeros(4)}, (_KEYS, _FINISH)),
+        (64, {"deterministic": True}, (_KEYS, _QUERY)),
+        (64, {"sinks": torch.zeros(4).requires_grad_()}, (_KEYS, _QUERY)),
+        (129, {}, (_WIDE, _QUERY)),
+        (256, {"deterministic": True}, (_WIDE, _QUERY)),
+    ],
+)
+def test_which_kernels_make_gradients(
+    D: int, options: dict[str, Any], expected: tuple[str, str], launches: Records
+) -> None:
+    """dQ is added up in any order where nothing asks for more."""
+    x = qkv(N=300, D=D)
+    out = tw.attention(*x, backend="hopper", **options)
+    torch.autograd.grad(out, x, torch.zeros_like(out))
+    assert names(launches) == [FORWARD, _PREPARE, *expected]
+    build = launches[2][2][-1]
+    assert build.has_dq == (expected[1] == _FINISH)
+
+
+@pytest.mark.parametrize("N", [128, 300])
+def test_slopes_that_learn_and_few_keys_are_tritons(N: int, launches: Records) -> None:
+    x, slopes = qkv(N=N), torch.zeros(4).requires_grad_(N > 128)
+    out = tw.attention(*x, backend="hopper", alibi_slopes=slopes)
+    torch.autograd.grad(out, x, torch.zeros_like(out))
+    assert not any("bwd_hopper" in name for name in names(launches))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_pieces_backward_repeats_where_it_must(deterministic: bool, launches: Records) -> None:
+    q, k, v = (x.detach() for x in qkv(N=200))
+    buffers = {f"d{name}": torch.zeros(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
+    rows = torch.zeros(2, 4, 5)
+    tw.attention_partial_backward(
+        q, q, k, v, rows, rows, **buffers, deterministic=deterministic, backend="hopper"
+    )
+    assert names(launches)[-1] == (_QUERY if deterministic else _FINISH)
 
 
 def test_the_second_call_is_warm(launches: Records, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +161,11 @@ def test_what_tma_cannot_describe_is_copied(launches: Records) -> None:
 
 
 def test_other_dtypes_leave_without_a_descriptor(launches: Records) -> None:
-    x = qkv()
+    """fp32 is also what is kept where something learns."""
+    learning = qkv()
+    assert tw.attention(*learning, backend="hopper").dtype == torch.bfloat16
+    assert launches.pop()[2][3] is None
+    x = [t.detach() for t in learning]
     for dtype in (torch.bfloat16, torch.float32):
         tw.attention_partial(*x, backend="hopper", out_dtype=dtype)
     staged, direct = (arguments for _, _, arguments in launches)
@@ -124,3 +180,23 @@ def test_tiles_cover_head_dims(D: int, E: int, launches: Records) -> None:
     build = launches[0][2][-1]
     for dim, tile in ((D, build.dim), (E, build.value_dim)):
         assert dim <= tile and tile in (64, 128, 256)
+
+
+def test_what_outlives_a_call_is_not_made_in_its_modes() -> None:
+    """torch.compile's graphs hand out again what this thread allocates while they warm up, and
+    what inference mode makes serves no training."""
+    from tilewise.dense import hopper_call
+
+    made: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.inference_mode(), Record():
+        counters = hopper_call._lasting_zeros(3, torch.device("cpu"))
+    assert not made and not counters.is_inference()
+    assert torch.equal(counters, torch.zeros(3, 4, dtype=torch.int32))

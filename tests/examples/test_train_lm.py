@@ -48,7 +48,7 @@ def test_the_two_curves_agree() -> None:
     """Exact is the same training in fp64; rounding grows from step to step in both forms."""
     curves = {}
     for attention, dtype in (("tilewise", "float32"), ("plain", "float32"), ("plain", "float64")):
-        run = example.Run(attention, 200, 6, UNDER_TEST.device, dtype, 2, 2, 16)
+        run = example.Run(attention, 200, 14, UNDER_TEST.device, dtype, 2, 2, 16)
         curves[attention, dtype] = example.train(run)["losses"]
     got, eager, exact = (torch.tensor(x, dtype=torch.float64) for x in curves.values())
     assert_within_budget(got.float(), exact, eager.float())

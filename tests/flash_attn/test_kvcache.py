@@ -106,6 +106,7 @@ TABLES = (_ANGLES.cos(), _ANGLES.sin())
 SLOPES = torch.linspace(0.05, 0.9, B * H).reshape(B, H)
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
+    "softcap of none": ({"softcap": -1.0}, {}),
     "causal": ({"causal": True}, {"causal": True}),
     "window": ({"window_size": (5, 1)}, {"window": (5, 1)}),
     "causal, window, softcap": (

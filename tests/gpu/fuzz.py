@@ -126,6 +126,10 @@ def _tensors(
     H, G = sizes.H, sizes.G
     shapes = {"q": (*rows, H, sizes.D), "k": (*keys, G, sizes.D), "v": (*keys, G, sizes.E)}
     tensors = {n: size * torch.randn(*s, generator=generator) for n, s in shapes.items()}
+    # Keys and values with a mean show whether the dS of a row add up to 0.
+    if seed % 10 < 3:
+        for name in ("k", "v"):
+            tensors[name] += 2.0
     if sizes.documents and slack:
         for x in tensors.values():
             x[-slack:] = NAN

@@ -21,6 +21,7 @@ import tilewise as tw
 from tilewise.dense.api import attention_partial_backward
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
+_DIMS = (64, 128, 256)
 
 
 def _call(
@@ -55,19 +56,30 @@ def _packed(D: int, mask: tw.Mask, **options: Any) -> Callable[[], Any]:
     return call
 
 
+def _window() -> tw.Mask:
+    return tw.window(70, 3)
+
+
 def _documents() -> tw.Mask:
     return tw.causal() & tw.documents(torch.tensor([0, 3, 65], device="cuda", dtype=torch.int32))
 
 
 def _backward(
-    D: int, dtype: torch.dtype = _BF16, *, with_mask: Any = tw.causal, **options: Any
-) -> Any:
+    D: int, dtype: torch.dtype = _BF16, *, E: int | None = None, with_mask: Any = tw.causal,
+    terms: tuple[str, ...] = (), **options: Any,
+) -> Any:  # fmt: skip
+    """terms: names of those that are tensors of heads; of these sinks learn."""
+
     def call() -> None:
-        T, batch = 300, () if options else (1,)
-        made = (torch.zeros(*batch, T, 2, D, dtype=dtype, device="cuda") for _ in "qkv")
+        is_packed = "cu_seqlens_q" in options
+        T, batch = 300, () if is_packed else (1,)
+        made = (torch.zeros(*batch, T, 2, n, dtype=dtype, device="cuda") for n in (D, D, E or D))
         q, k, v = (x.requires_grad_() for x in made)
-        op = tw.attention_varlen if options else tw.attention
-        out = op(q, k, v, mask=with_mask(), backend="hopper", **options)
+        extras = {name: torch.zeros(2, device="cuda") for name in terms}
+        if "sinks" in extras:
+            extras["sinks"].requires_grad_()
+        op = tw.attention_varlen if is_packed else tw.attention
+        out = op(q, k, v, mask=with_mask(), backend="hopper", **options, **extras)
         out.sum().backward()
 
     return call
@@ -117,12 +129,19 @@ VARIANTS: dict[str, Callable[[], Any]] = {
         for D, dtype in ((64, _BF16), (128, _BF16), (256, _BF16), (128, _FP16))
     },
     "fp32 out": _call(128, out_dtype=torch.float32),
-    **{f"backward {D}": _backward(D) for D in (64, 128)},
-    **{f"backward fp16 {D}": _backward(D, _FP16) for D in (64, 128)},
-    **{f"backward packed {D}": _packed_backward(D) for D in (64, 128)},
-    **{f"backward padded {D}": _backward(D, with_mask=_padding) for D in (64, 128)},
-    **{f"into buffers {D}": _into_buffers(D) for D in (64, 128)},
-    **{f"backward documents {D}": _backward(D, with_mask=_documents) for D in (64, 128)},
+    **{f"backward {D}": _backward(D) for D in _DIMS},
+    **{f"backward fp16 {D}": _backward(D, _FP16) for D in _DIMS},
+    **{f"backward packed {D}": _packed_backward(D) for D in _DIMS},
+    **{f"backward padded {D}": _backward(D, with_mask=_padding) for D in _DIMS},
+    **{f"into buffers {D}": _into_buffers(D) for D in _DIMS},
+    **{f"backward documents {D}": _backward(D, with_mask=_documents) for D in _DIMS},
+    **{f"backward window {D}": _backward(D, with_mask=_window) for D in (256,)},
+    **{f"backward {D} {E}": _backward(D, E=E) for D, E in ((192, 128), (96, 256), (256, 64))},
+    **{f"backward softcap {D}": _backward(D, softcap=5.0) for D in _DIMS},
+    **{f"backward ALiBi {D}": _backward(D, terms=("alibi_slopes",)) for D in _DIMS},
+    **{f"backward scale {D}": _backward(D, scale=-0.1) for D in _DIMS},
+    **{f"backward sinks {D}": _backward(D, terms=("sinks",)) for D in _DIMS},
+    **{f"backward repeats {D}": _backward(D, deterministic=True) for D in (64, 128)},
 }
 
 

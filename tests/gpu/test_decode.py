@@ -143,6 +143,19 @@ def test_warm_calls_are_cold_ones(page: int | None) -> None:
             held(got, other, second)
 
 
+@pytest.mark.parametrize("learned", ["q", "k", "v", "sinks", "alibi_slopes"])
+def test_a_warm_call_that_would_learn_is_told_so(learned: str) -> None:
+    cache, q = cache_of([900, 3], 1024), normal(2, 1, H, D)
+    options = {
+        "sinks": torch.zeros(H, device=DEVICE),
+        "alibi_slopes": torch.zeros(H, device=DEVICE),
+    }
+    tw.attention_with_cache(q, cache, mask=tw.causal(), **options)
+    {"q": q, "k": cache.k, "v": cache.v, **options}[learned].requires_grad_()
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        tw.attention_with_cache(q, cache, mask=tw.causal(), **options)
+
+
 def test_appending_with_rotary_and_float8_is_the_cpus() -> None:
     rotary = (torch.randn(64, 24, device="cpu"), torch.randn(64, 24, device="cpu"))
     new = [torch.randn(3, 5, G, D, device="cpu").bfloat16() for _ in "kv"]

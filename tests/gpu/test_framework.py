@@ -136,3 +136,26 @@ def test_export_runs_the_kernels() -> None:
     shorter = (*inputs[:3], ints(7, 99))
     for given in (inputs, shorter):
         assert torch.equal(exported.module()(*given), Model()(*given))
+
+
+def test_compiled_into_graphs_of_torchs_own() -> None:
+    """Two layers in "reduce-overhead", trained: warmed up, recorded, and replayed on new values."""
+    q, k, v = qkv(1, 256, 256)
+
+    def two(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # On the fastest backend: of it the graphs know nothing but q, k, v and out.
+        first = tw.attention(q * 1.0, k, v, mask=tw.causal())
+        return tw.attention(first, k, v) * 1.0
+
+    compiled = torch.compile(two, mode="reduce-overhead", fullgraph=True)
+    for step in range(6):
+        with torch.no_grad():
+            for i, x in enumerate((q, k, v)):
+                x.copy_(normal(*x.shape, seed=10 * step + i))
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(compiled(q, k, v), two(q, k, v))
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(q, k, v)
+        assert torch.equal(out, two(q, k, v))
+        gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        assert all(bool(x.isfinite().all()) for x in gradients)

@@ -81,6 +81,7 @@ def arguments(
         "batch_size": 2,
         **dict(zip(names, place, strict=True)),
         "mask_function": predicate,
+        "device": torch.get_default_device(),
         "attention_mask": None if rows is None else torch.tensor(rows).bool(),
     }
 

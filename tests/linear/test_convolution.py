@@ -55,11 +55,12 @@ def test_a_split_goes_on_from_the_state(at: int) -> None:
     assert_same(dx, dy)
 
 
-def test_packed_equals_each_sequence_alone() -> None:
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_packed_equals_each_sequence_alone(width: int) -> None:
     bounds = [0, 3, 3, 4, 10]
-    x, weight = torch.randn(12, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    x, weight = torch.randn(12, 6, requires_grad=True), torch.randn(6, width, requires_grad=True)
     x.data[10:] = torch.nan
-    state = torch.randn(4, 6, 3, requires_grad=True)
+    state = torch.randn(4, 6, width - 1, requires_grad=True)
     out, last = short_convolution(x, weight, state=state, cu_seqlens=torch.tensor(bounds))
     outs, lasts = [], []
     for b, (start, stop) in enumerate(pairwise(bounds)):
@@ -77,6 +78,13 @@ def test_packed_equals_each_sequence_alone() -> None:
     assert torch.equal(got[0][10:], torch.zeros(2, 6))
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_no_sequence_owns_a_token(width: int) -> None:
+    x, weight = torch.full((5, 6), torch.nan), torch.randn(6, width)
+    out, state = short_convolution(x, weight, cu_seqlens=torch.tensor([0]))
+    assert torch.equal(out, torch.zeros(5, 6)) and state.shape == (0, 6, width - 1)
+
+
 BAD = [
     ({"x": torch.zeros(9, 6)}, r"x must be \[B, M, C\], got 2 dimensions"),
     ({"weight": torch.zeros(5, 4)}, r"weight must be \[C, W\] with C = 6"),
@@ -84,7 +92,13 @@ BAD = [
     ({"activation": "relu"}, r"activation must be None or 'silu', got 'relu'"),
     ({"state": torch.zeros(2, 6, 4)}, r"state must be \[B, C, W - 1\] = \[2, 6, 3\]"),
     ({"x": torch.zeros(2, 9, 6).long()}, r"x must be floating, got torch.int64"),
+    ({"weight": torch.zeros(6, 4).long()}, r"weight must be floating, got torch.int64"),
+    ({"bias": torch.zeros(6).long()}, r"bias must be floating, got torch.int64"),
     ({"cu_seqlens": torch.tensor([0, 9])}, r"x must be \[T, C\], got 3 dimensions"),
+    ({"x": torch.zeros(9, 6), "cu_seqlens": torch.tensor([1, 9])}, "cu_seqlens must start at 0"),
+    ({"x": torch.zeros(9, 6), "cu_seqlens": torch.tensor([0, 7, 5])}, "cu_seqlens must never fall"),
+    ({"x": torch.zeros(9, 6), "cu_seqlens": torch.tensor([0, 10])}, "cu_seqlens ends at 10"),
+    ({"x": torch.zeros(9, 6), "cu_seqlens": torch.tensor([]).int()}, "cu_seqlens must hold at"),
 ]
 
 

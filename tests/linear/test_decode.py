@@ -106,7 +106,13 @@ BAD = [
     ({"slots": torch.tensor([0, 4])}, r"slots must lie below the pool's 4 slots, got 4"),
     ({"slots": torch.tensor([0.0, 1.0])}, r"slots must be int32 or int64"),
     ({"pool": torch.zeros(4, 4, 20, 13)}, r"pool must be .* with E = 12"),
-    ({"pool": torch.zeros(4, 4, 12, 20).mT}, r"pool must be floating and contiguous"),
+    ({"pool": torch.zeros(4, 4, 12, 20).mT}, r"pool must be .* strides \[960, 240, 1, 20\]"),
+    ({"pool": torch.zeros(4, 4, 20, 12).double()}, r"pool must be .* got fp64"),
+    ({"slots": torch.tensor([1, 1])}, r"write_slots must name a slot once, got 1 twice"),
+    (
+        {"write_slots": torch.tensor([2, 0])},
+        r"write_slots must not .* another sequence reads, got 0",
+    ),
     ({"write_slots": torch.zeros(2, 3).long()}, r"write_slots must be \[B, M\] with M = 1"),
     ({"backend": "hopper"}, r"backend must be one of auto, tiled, triton"),
 ]

@@ -127,7 +127,9 @@ BAD = [
     ("kda", {"lower_bound": 5.0}, r"kda: lower_bound must be a number in \[-1e4, 0\), got 5.0"),
     ("gated_delta_rule", {"dt_bias": torch.zeros(4, 16)},
      r"gated_delta_rule: dt_bias must be \[4\], got \[4, 16\]"),
-    ("retention", {"log_decay": torch.zeros(2)}, r"retention: log_decay must be \[H\] = \[4\]"),
+    ("retention", {"log_decay": torch.zeros(2)}, r"retention: log_decay must be .* \[H\] = \[4\]"),
+    ("retention", {"log_decay": torch.zeros(4).long()}, r"log_decay must be .* got torch.int64"),
+    ("retention", {"log_decay": -1.0}, r"log_decay must be .* got -1.0"),
     ("gla", {"scale": float("nan")}, r"gla: scale must be finite and at most 1e38 in size"),
     ("gla", {"backend": "hopper"}, r"gla: backend must be one of auto, reference"),
     ("gla", {"q": torch.zeros(1, 20, 2, 16).double()}, r"gla: q, k and v must share one dtype"),
@@ -160,5 +162,7 @@ def test_explain_backend_says_which_and_why() -> None:
     x = draw("kda", 1, 5)
     choice = linear.explain_backend(**x)
     assert choice.name == "tiled" and choice.rejected["triton"]
+    packed = {name: t[0] for name, t in x.items()}
+    assert linear.explain_backend(**packed, cu_seqlens=torch.tensor([0, 2, 5])) == choice
     with pytest.raises(NotImplementedError, match=r"backend 'triton' .*use backend='tiled'"):
         linear.gla(*(x[n].double() for n in ("q", "k", "v")), g=x["g"], backend="triton")

@@ -131,6 +131,21 @@ def wrong_alone(rank: Rank, way: Way, seconds: float) -> str:
     return "not told"
 
 
+def with_lengths(
+    rank: Rank, layout: Layout, tensors: dict[str, Tensor], rows: list[list[int]]
+) -> list[Tensor]:
+    """out under one mask, whose lengths are written anew before each call."""
+    lengths = torch.tensor(rows[0])
+    mask = tw.causal() & tw.key_padding(lengths)
+    group, found = rank.groups[layout.ranks], []
+    for row in rows:
+        lengths.copy_(torch.tensor(row))
+        q, k, v = (layout.shard(tensors[name], rank.index) for name in "qkv")
+        options: dict[str, Any] = {"layout": layout, "group": group, "schedule": "ring"}
+        found.append(tw.context_parallel_attention(q, k, v, mask=mask, **options))
+    return found
+
+
 def decoded(
     rank: Rank, layout: Layout, tensors: dict[str, Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, dict[str, int]]:

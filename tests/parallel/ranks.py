@@ -17,7 +17,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,8 +37,8 @@ MESHES = ((2, 2), (2, 4), (4, 2), (1, 2), (2, 1))
 GPU_MESHES = {2: ((1, 2), (2, 1)), 4: ((2, 2), (1, 4), (4, 1))}
 # What ranks import, once, in the server that they are forked from. DeviceMesh imports dynamo.
 _PRELOADED = ["torch", "torch._dynamo", "tilewise.parallel.api", "tests.parallel.over_ranks"]
-# Of gloo's own waiting, and of the test's for a rank.
-TIMEOUT_S, PATIENCE_S = 30, 50
+# Of a backend's own waiting, and of the test's for a rank: on a GPU, kernels are compiled too.
+WAITING_S = {"gloo": (30, 50), "nccl": (90, 120)}
 
 
 class RankError(Exception):
@@ -83,7 +83,7 @@ class Ranks:
     def run(self, ranks: int, job: Job, *arguments: Any) -> list[Any]:
         assert 0 < ranks <= self.world, f"{ranks} ranks of {self.world}"
         self._start()
-        with _turn() if self.is_turned else nullcontext():
+        with self._turn():
             return self._run(ranks, job, *arguments)
 
     def rehearse(self, job: Job, *arguments: Any) -> None:
@@ -99,7 +99,7 @@ class Ranks:
         results, problems = [], {}
         for rank, pipe in enumerate(self._pipes[:ranks]):
             # Once one has failed, the others may wait for it in vain.
-            if not pipe.poll(5 if problems else PATIENCE_S):
+            if not pipe.poll(5 if problems else WAITING_S[self.backend][1]):
                 problems[rank] = ("Silence", "gave no answer")
                 continue
             try:
@@ -140,6 +140,16 @@ class Ranks:
             self._processes.append(process)
             self._pipes.append(here)
         atexit.register(self.stop)
+        # Imports run side by side; the first messages are those that make a communicator.
+        ready = [pipe.recv_bytes() for pipe in self._pipes]
+        with self._turn():
+            for pipe, message in zip(self._pipes, ready, strict=True):
+                pipe.send_bytes(message)
+            for pipe in self._pipes:
+                pipe.recv_bytes()
+
+    def _turn(self) -> AbstractContextManager[None]:
+        return _turn() if self.is_turned else nullcontext()
 
     def stop(self) -> None:
         for process in self._processes:
@@ -166,13 +176,16 @@ def _serve(backend: str, rank: int, world: int, store: str, pipe: Any) -> None:
     # The ranks compare what they call at its first use, as they do for users.
     os.environ["TILEWISE_CHECK"] = "0"
     if backend == "nccl":
+        torch.zeros(1, device=torch.device("cuda", rank))
         torch.cuda.set_device(rank)
+    pipe.send_bytes(b"ready")
+    pipe.recv_bytes()
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, world),
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=WAITING_S[backend][0]),
     )
     # Buffers that are not written show. Not all of torch's own has a fixed order on a GPU.
     torch.use_deterministic_algorithms(True, warn_only=backend == "nccl")
@@ -181,18 +194,19 @@ def _serve(backend: str, rank: int, world: int, store: str, pipe: Any) -> None:
         known = _many(rank)
     else:
         known = _few(rank, world, "cuda" if backend == "nccl" else "cpu")
+    pipe.send_bytes(b"joined")
     # New memory is to be filled; the kernels are those of users.
     with torch_mode_unheeded():
-        _serve_jobs(known, pipe)
+        _serve_jobs(known, pipe, WAITING_S[backend][1])
 
 
-def _serve_jobs(known: Rank, pipe: Any) -> None:
+def _serve_jobs(known: Rank, pipe: Any, patience_s: float) -> None:
     while True:
         try:
             job, arguments = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        faulthandler.dump_traceback_later(PATIENCE_S / 2)
+        faulthandler.dump_traceback_later(patience_s / 2)
         try:
             answer = ("result", job(known, *arguments))
         except Exception as error:

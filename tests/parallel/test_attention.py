@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tests.parallel import jobs
 from tests.parallel.over_ranks import Way, check_over_ranks, outcome
-from tests.parallel.ranks import RankError
+from tests.parallel.ranks import RANKS, RankError
+from tilewise.core.tolerance import assert_within_budget
 from tilewise.parallel import layout as layouts
 from tilewise.parallel.layout import Layout
 
@@ -269,3 +271,14 @@ def test_any_combination(index: int) -> None:
         assert caught.value.kinds == dict.fromkeys(range(way.ranks), "NotImplementedError")
     else:
         check_over_ranks(way, tensors, seed=index, **options)
+
+
+def test_a_mask_that_is_written_to_is_planned_again() -> None:
+    x, layout, rows = qkv(), layouts.zigzag(S, 2), [[S, 20], [7, 33]]
+    outs = RANKS.run(2, jobs.with_lengths, layout, x, rows)
+    for at, row in enumerate(rows):
+        options: dict[str, Any] = {"mask": tw.causal() & tw.key_padding(row)}
+        exact = tw.attention(*(t.double() for t in x.values()), backend="reference", **options)
+        eager = tw.attention(*x.values(), **options)
+        found = layout.join([out[at] for out in outs])
+        assert_within_budget(found, exact, eager)

@@ -75,6 +75,49 @@ def test_decode_without_lengths(dtype: torch.dtype) -> None:
         assert_within_budget(out, exact, eager)
 
 
+def every_third(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+    return (n + m + b + h) % 3 > 0
+
+
+COUNTING: dict[str, Callable[[], tw.Mask]] = {
+    "offset": lambda: tw.causal(offset=20),
+    "offsets": lambda: tw.window(9, 1, offset=torch.tensor([30, 5, 11])),
+    "intervals": lambda: tw.intervals(torch.arange(3)[:, None], torch.arange(3)[:, None] + 13),
+    "blocks": lambda: (
+        tw.blocks(torch.tensor([[True, False, True, False]]), 3, 10) | tw.window(1, 0)
+    ),
+    "predicate": lambda: tw.from_function(every_third) & tw.causal(),
+    "tree": lambda: tw.tree(torch.tensor([1, 3, 5])),
+}
+
+
+@pytest.mark.parametrize("mask", COUNTING)
+def test_masks_count_queries_as_on_one_rank(mask: str) -> None:
+    """Query m is m to them, wherever it stands."""
+    x = tensors(3)
+    for lengths in (None, torch.tensor([SLOTS, 0, 17])):
+        options = {"mask": COUNTING[mask]()}
+
+        def whole(backend: str, dtype: torch.dtype, lengths: Tensor | None = lengths) -> Tensor:
+            q, k, v = (t.to(dtype) for t in x.values())
+            used = torch.full((B,), SLOTS) if lengths is None else lengths
+            cache = tw.KVCache(k, v, used)
+            return tw.attention_with_cache(q, cache, backend=backend, mask=COUNTING[mask]())
+
+        exact, eager = whole("reference", torch.float64), whole("tiled", torch.float32)
+        for out, _ in RANKS.run(
+            2, jobs.decoded, striped(SLOTS, 2, block=8), x, {**options, "lengths": lengths}
+        ):
+            assert_within_budget(out, exact, eager)
+
+
+def test_masks_that_count_queries_take_no_alibi() -> None:
+    options = {"mask": tw.causal(offset=20), "alibi_slopes": torch.ones(4)}
+    with pytest.raises(RankError, match="alibi_slopes beside a mask that counts") as caught:
+        RANKS.run(2, jobs.decoded, contiguous(SLOTS, 2), tensors(3), options)
+    assert caught.value.kinds == dict.fromkeys(range(2), "NotImplementedError")
+
+
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [

@@ -280,10 +280,12 @@ def test_areas_count_pairs() -> None:
         ("document_zigzag", lambda: layouts.document_zigzag([1, 5], 2)),
         ("document_zigzag", lambda: layouts.document_zigzag([0, 5, 3], 2)),
         ("document_zigzag", lambda: layouts.document_zigzag([0, 5], 2, 4)),
+        ("document_zigzag", lambda: layouts.document_zigzag(5, 2)),
         ("balanced", lambda: layouts.balanced(tw.causal(), 8, 2, chunk=-1)),
         ("shard", lambda: layouts.zigzag(8, 2).shard(torch.zeros(1, 7), 0)),
         ("layout zigzag", lambda: layouts.zigzag(8, 2).positions(2)),
         ("join", lambda: layouts.zigzag(8, 2).join([torch.zeros(1, 4), torch.zeros(1, 3)])),
+        ("join", lambda: layouts.zigzag(8, 2).join([torch.zeros(1, 4)])),
         ("layout", lambda: layouts.zigzag(8, 3).merged(2)),
     ],
 )

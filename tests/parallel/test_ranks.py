@@ -13,7 +13,7 @@ from tests.parallel import jobs
 from tests.parallel.over_ranks import Way
 from tests.parallel.ranks import GPU_RANKS, RANKS, WORLD, RankError
 from tilewise.core.tolerance import assert_within_budget
-from tilewise.parallel import contiguous, striped, volumes, zigzag
+from tilewise.parallel import contiguous, striped, unshard, volumes, zigzag
 from tilewise.parallel.volumes import Shape
 
 S = 48
@@ -170,8 +170,14 @@ def test_stripes_refuse_what_counts_by_position() -> None:
 
 
 def test_no_process_group_is_said() -> None:
-    with pytest.raises(ValueError, match="call init_process_group first"):
-        tw.context_parallel_attention(*jobs.qkv(4).values(), layout=zigzag(4, 1))
+    x, layout = list(jobs.qkv(4).values()), zigzag(4, 1)
+    for op, call in (
+        ("context_parallel_attention", lambda: tw.context_parallel_attention(*x, layout=layout)),
+        ("context_parallel_decode", lambda: tw.context_parallel_decode(*x, layout=layout)),
+        ("unshard", lambda: unshard(x[0], layout)),
+    ):
+        with pytest.raises(ValueError, match=f"^{op}: .* call init_process_group first"):
+            call()
 
 
 def test_what_is_prepared_ahead_is_not_asked_again() -> None:
@@ -245,12 +251,12 @@ def test_unshard_and_its_gradient(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "heads", "mesh", "name"),
     [
-        (2, (4, 2), None, "all_gather"),
+        (2, (4, 2), None, "ring"),
         (8, (8, 8), None, "ulysses"),
         (4, (4, 4), (2, 2), "usp"),
-        (1, (4, 2), None, "all_gather"),
+        (1, (4, 2), None, "ring"),
         # Half of the ranks would have no head.
-        (4, (2, 2), None, "all_gather"),
+        (4, (2, 2), None, "ring"),
         # Three rounds of heads for two and a half.
         (3, (8, 8), None, "ulysses"),
     ],
@@ -264,7 +270,7 @@ def test_auto_decides_by_bytes_and_says_why(
         assert reason
         assert name not in rejected
         if name == "ulysses":
-            assert received["ulysses"] < received["all_gather"]
+            assert received["ulysses"] < received["ring"]
 
 
 def chosen(tokens: int, heads: tuple[int, int], ranks: int, has_grad: bool, why: str = "") -> Any:
@@ -276,7 +282,7 @@ def chosen(tokens: int, heads: tuple[int, int], ranks: int, has_grad: bool, why:
 
 def test_many_ranks_ring() -> None:
     found = chosen(512, (32, 8), 4, has_grad=False)
-    assert found.name == "all_gather" and found.rejected["ulysses"] == "it moves no fewer bytes"
+    assert found.name == "ring" and found.rejected["ulysses"] == "it moves no fewer bytes"
     assert "all_gather receives 6.291 MB a rank, forward; predicted" in str(found)
     # Gradients of keys travel in fp32, those of heads in the inputs' dtype.
     found = chosen(512, (32, 8), 4, has_grad=True)
@@ -294,9 +300,7 @@ def test_auto_takes_no_schedule_that_the_plan_finds_slower(heads: tuple[int, int
     for ranks in (8, 16, 32, 64):
         seconds = {row.schedule: row.seconds for row in plan if row.ranks == ranks}
         name = chosen(8192, heads, ranks, has_grad=True).name
-        # Up to eight ranks a gather stands for the ring: the plan leaves launches and merges out.
-        other = "all_gather" if ranks <= 8 else "ring"
-        fastest = min((other, "ulysses"), key=lambda n: seconds.get(n, float("inf")))
+        fastest = min(("ring", "ulysses"), key=lambda n: seconds.get(n, float("inf")))
         assert name == fastest
 
 
@@ -314,7 +318,7 @@ def test_the_reasons_of_a_call_with_all_its_arguments() -> None:
     for options in ({}, {"mask": tw.causal(), "softcap": 2.0, "sinks": torch.zeros(8)}):
         names = RANKS.run(3, jobs.explained_with, way, (8, 8), options)
         assert names == ["ulysses"] * 3
-    assert RANKS.run(3, jobs.explained_with, way, (8, 8), {"dropout_p": 0.5}) == ["all_gather"] * 3
+    assert RANKS.run(3, jobs.explained_with, way, (8, 8), {"dropout_p": 0.5}) == ["ring"] * 3
     with pytest.raises(RankError, match="softcap") as caught:
         RANKS.run(3, jobs.explained_with, way, (8, 8), {"softcap": -2.0})
     assert caught.value.kinds == dict.fromkeys(range(3), "ValueError")

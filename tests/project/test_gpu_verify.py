@@ -75,6 +75,7 @@ def test_every_kernel_source_counts_and_nothing_else(checkout: Path) -> None:
         ("tests.linear.test_decode::test_steps[decode]", "linear"),
         ("tests.gpu.test_decode::test_graphs", "decode"),
         ("tests.cases.test_lse::test_c078[linear]", "dense"),
+        ("tests.gpu.test_memory::test_memory_is_linear[forward]", "dense"),
         ("dense.merge_budget:run", "dense"),
         ("linear.budget:run", "linear"),
     ],

@@ -24,7 +24,7 @@ OVER = BudgetReport("out", 2.0, 1.0, 0.5, 1.0, "max error over budget at [0]")
 
 def timed(mask: str, contestant: str, seconds: float) -> list[Row]:
     rows = []
-    for length in (256, 512):
+    for length in (256, 1024):
         time = Timing(seconds, seconds, seconds)
         row = Row(Case(mask, length), contestant, contestant == "Tilewise", TIMED, timing=time)
         row.extra_peak_bytes, row.ratio_to_sdpa = 4 * length, 2.0
@@ -60,13 +60,23 @@ def report() -> Report:
     )
 
 
+def test_no_speed_is_shown_where_it_means_little(report: Report) -> None:
+    """On a busy machine, and where a window hides little of what there is."""
+    assert "× SDPA" in page.render(report)
+    busy = replace(report, environment={**report.environment, "load": 9.0, "cores": 2})
+    assert "× SDPA" not in page.render(busy)
+    assert page.render(busy).count("9 threads on 2 cores") == len(report.series)
+    short = [replace(one, rows=one.rows[:1]) for one in report.series]
+    assert "× SDPA" not in page.render(replace(report, series=short))
+
+
 def test_all_is_well(report: Report) -> None:
     assert report.is_well
     text = page.render(report)
     assert "All checks passed" in text
     assert "What failed" not in text
     assert "2.0 × SDPA" in text
-    assert "scores alone would take 8.39 MB" in text
+    assert "scores alone would take 33.6 MB" in text
 
 
 def test_a_result_over_budget_is_named(report: Report) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,8 +18,9 @@ from .. import __version__
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def describe(device: torch.device) -> dict[str, str | int | None]:
-    """What a result must carry to be read later; `threads` as torch is set right now."""
+def describe(device: torch.device) -> dict[str, str | int | float | None]:
+    """What a result must carry to be read later; `threads` as torch is set right now, `load` how
+    many threads of all processes wanted a core in the last minute."""
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "device": str(device),
@@ -25,6 +28,7 @@ def describe(device: torch.device) -> dict[str, str | int | None]:
         "cpu": _cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": count_cores(),
+        "load": _load(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -40,11 +44,30 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
+def describe_busy(facts: Mapping[str, Any]) -> str:
+    """A sentence where so much else ran that times mean little; empty where not, or not known."""
+    load, cores = facts.get("load"), facts.get("cores")
+    # This process itself may want every core.
+    if not load or not cores or load <= 1.5 * cores:
+        return ""
+    return (
+        f"The machine was busy, {load:g} threads on {cores} cores: do not compare these times; "
+        "with OMP_NUM_THREADS=1 they suffer least."
+    )
+
+
 def version_of(package: str) -> str | None:
     """The version of an installed package, without importing it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
+        return None
+
+
+def _load() -> float | None:
+    try:
+        return round(os.getloadavg()[0], 1)
+    except (AttributeError, OSError):
         return None
 
 

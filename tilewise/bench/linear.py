@@ -120,10 +120,7 @@ def contestants(device: torch.device) -> tuple[dict[str, Contestant], dict[str, 
 def _theirs(op: str, **x: Tensor) -> Tensor:
     import fla.ops as ops  # type: ignore[import-not-found]
 
-    names = {"linear_attention": "chunk_linear_attn", "retention": "chunk_retention"}
-    function = getattr(ops, names.get(op, f"chunk_{op}"))
-    given = {"normalize": False} if op == "linear_attention" else {}
-    out: Tensor = function(**x, **given)[0]
+    out: Tensor = getattr(ops, f"chunk_{op}")(**x)[0]
     return out
 
 
@@ -208,6 +205,7 @@ def measure(
 
 def usual_shapes(on_gpu: bool, lengths: Sequence[int], dtype: torch.dtype) -> list[Shape]:
     """On a GPU the shapes that others publish; on a CPU small ones, at the lengths asked for."""
+    # The other ops are simple_gla with a fixed decay or none.
     ops = ("simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda")
     if not on_gpu:
         return [Shape(op, 1, m, 2, 4, 64, dtype) for op in ops for m in (lengths or (512, 1024))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +58,15 @@ def add_command(commands: Any) -> None:
         "--backend", help="GPU: which of ours run, some with commas; the first is judged"
     )
     parser.add_argument(
+        "--without",
+        metavar="PEERS",
+        help="GPU: peers that take no part, some of fa2, cudnn, efficient, flex, eager, fa3, fa4 "
+        "with commas",
+    )
+    parser.add_argument(
         "--minutes",
         type=float,
-        help="GPU, parallel: end after so many, with what was measured by then",
+        help="GPU, parallel, decode, mla: end after so many, with what was measured by then",
     )
     parser.add_argument(
         "--output",
@@ -99,12 +106,12 @@ def _run_on_cpu(arguments: argparse.Namespace, device: torch.device) -> int:
     from ..bench.run import run as run_bench
     from . import console
 
-    for name in ("backend", "minutes"):
+    for name in ("backend", "minutes", "without"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"{COMMAND}: --{name} is for a run on a GPU; the device is {device}.")
     grids = read_grids(arguments.grid, GRIDS)
     request: Request = Request(device, grids, *_read_sizes(arguments), arguments.quick)
-    output = _read_output(arguments.output, device)
+    output = read_stored(COMMAND, arguments.output, device)
     with console.open_progress() as progress:
         result = run_bench(request, progress)
     document = {"command": "bench", **result.as_json()}
@@ -128,10 +135,11 @@ def _run_on_gpu(arguments: argparse.Namespace, device: torch.device) -> int:
     backends = read_backends(arguments.backend)
     minutes = read_minutes(arguments.minutes)
     lengths, dtypes = _read_sizes(arguments)
+    without = _read_peers(arguments.without)
     request: GpuRequest = Request(
-        device, grids, backends, lengths, dtypes, arguments.quick, minutes
+        device, grids, backends, lengths, dtypes, arguments.quick, minutes, without
     )
-    output = _read_output(arguments.output, device)
+    output = read_stored(COMMAND, arguments.output, device)
     store = (lambda result: None) if output is None else File(output)
     with console.open_progress() as progress:
         result = run_bench(request, progress, CudaMeter(device), store=store)
@@ -165,6 +173,17 @@ def read_backends(text: str | None) -> tuple[str, ...]:
     return names
 
 
+def _read_peers(text: str | None) -> tuple[str, ...]:
+    from ..bench.gpu.peers import SHORT_NAMES
+
+    names = () if text is None else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in SHORT_NAMES:
+            known = ", ".join(SHORT_NAMES)
+            raise UsageError(f"{COMMAND}: without must be some of {known}, got {name!r}.")
+    return tuple(SHORT_NAMES[name] for name in names)
+
+
 def read_minutes(minutes: float | None) -> float | None:
     if minutes is not None and not 0 < minutes < float("inf"):
         raise UsageError(f"{COMMAND}: minutes must be above 0, got {minutes:g}.")
@@ -176,15 +195,24 @@ def _read_sizes(arguments: argparse.Namespace) -> tuple[list[int], list[torch.dt
     return read_lengths(COMMAND, arguments.lengths), dtypes
 
 
-def _read_output(text: str | None, device: torch.device) -> Path | None:
-    if text is None:
-        return None
+def read_stored(
+    command: str, text: str | None, device: torch.device, kind: str = ""
+) -> Path | None:
+    """Where a run is stored, if anywhere: a file, or a folder, in which no other kind's run is
+    written over."""
     if text and Path(text).is_dir():
-        return read_output(COMMAND, str(Path(text) / file_name(device)))
-    return read_output(COMMAND, text)
+        text = str(Path(text) / f"{kind}{_file_name(device)}")
+    return None if text is None else read_output(command, text)
 
 
-def file_name(device: torch.device) -> str:
+def refuse_others(command: str, arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise for what was given and is another bench's."""
+    for name in names:
+        if getattr(arguments, name) not in (None, ()):
+            raise UsageError(f"{command}: --{name} is for another bench.")
+
+
+def _file_name(device: torch.device) -> str:
     """`nvidia-h200-2026-01-31.json`: the device and the day."""
     from ..bench import environment
 
@@ -209,6 +237,7 @@ def _shape(row: Row) -> str:
 
 
 def _print_result(result: Result) -> None:
+    from ..bench.environment import describe_busy
     from ..bench.peers import MISSING
     from ..bench.run import COLUMNS, describe_row
     from . import console
@@ -227,6 +256,8 @@ def _print_result(result: Result) -> None:
         console.print_line(f"REFUSED {row.contestant} on {row.case}: {row.note}")
     for name, why in MISSING.items():
         console.print_line(f"Not in the table: {name}: {why}.")
+    if busy := describe_busy(result.header):
+        console.print_line(busy)
 
 
 def print_gpu_result(result: GpuResult) -> None:

@@ -7,8 +7,6 @@ import json
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from .options import UsageError
-
 if TYPE_CHECKING:
     import torch
 
@@ -25,15 +23,14 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     from ..bench.decode.run import HostMeter
     from ..bench.decode.run import run as run_bench
     from . import console
-    from .bench import _read_output, read_minutes
+    from .bench import read_minutes, read_stored, refuse_others
 
     command = f"tilewise bench {arguments.what}"
-    for name in ("grid", "backend", "ranks", "dtype"):
-        if getattr(arguments, name) is not None:
-            raise UsageError(f"{command}: --{name} is for the bench of dense attention.")
-    if arguments.lengths:
-        raise UsageError(f"{command}: --lengths is for the bench of dense attention.")
-    output = _read_output(arguments.output, device)
+    refuse_others(
+        command, arguments, ("grid", "backend", "without", "ranks", "trace", "dtype", "lengths")
+    )
+    output = read_stored(command, arguments.output, device, f"{arguments.what}-")
+    minutes = read_minutes(arguments.minutes)
     on_gpu = device.type == "cuda"
     make = decode_cases if arguments.what == "decode" else mla_cases
     peers, absent = find_peers(device)
@@ -60,8 +57,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     with console.open_progress() as progress, meter.active() if on_gpu else nullcontext():
         result = run_bench(
             make(on_gpu, arguments.quick), peers, device, progress, meter,
-            rounds=3 if arguments.quick else 7, minutes=read_minutes(arguments.minutes),
-            store=store,
+            rounds=3 if arguments.quick else 7, minutes=minutes, store=store,
         )  # fmt: skip
     store(result)
     if arguments.json:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .options import UsageError, read_dtypes, read_lengths, read_output
+from .options import UsageError, read_dtypes, read_lengths
 
 if TYPE_CHECKING:
     import torch
@@ -26,16 +25,11 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     from ..bench import linear as bench
     from ..bench.parallel.pieces import HostMeter
     from . import console
-    from .bench import file_name
+    from .bench import read_stored, refuse_others
 
-    for name in ("grid", "backend", "minutes", "ranks"):
-        if getattr(arguments, name) is not None:
-            raise UsageError(f"{COMMAND}: --{name} is for another bench.")
+    refuse_others(COMMAND, arguments, ("grid", "backend", "without", "minutes", "ranks", "trace"))
     on_gpu = device.type == "cuda"
-    output = arguments.output
-    if output and Path(output).is_dir():
-        output = str(Path(output) / f"linear-{file_name(device)}")
-    path = None if output is None else read_output(COMMAND, output)
+    path = read_stored(COMMAND, arguments.output, device, "linear-")
     dtypes = read_dtypes(COMMAND, arguments.dtype or ("bfloat16" if on_gpu else "float32"))
     if len(dtypes) != 1:
         raise UsageError(f"{COMMAND}: --dtype takes one dtype here, got {arguments.dtype!r}.")

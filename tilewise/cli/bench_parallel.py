@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .options import UsageError, read_dtypes, read_lengths, read_output
+from .options import UsageError, read_dtypes, read_lengths
 
 if TYPE_CHECKING:
     import torch
@@ -67,13 +67,13 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     from ..parallel.model import H200, plan_table
     from ..parallel.volumes import Shape
     from . import console
-    from .bench import read_backends, read_minutes
+    from .bench import read_backends, read_minutes, read_stored
 
     if arguments.grid is not None:
         raise UsageError(f"{COMMAND}: --grid is for the bench of one device.")
     if len(read_backends(arguments.backend)) != 1:
         raise UsageError(f"{COMMAND}: --backend takes one here, got {arguments.backend!r}.")
-    output = _read_output(arguments.output, device)
+    output = read_stored(COMMAND, arguments.output, device, "parallel-")
     minutes = read_minutes(arguments.minutes)
     sizes, lengths, counts, is_named = _read_sizes(arguments, device)
     on_gpu = device.type == "cuda"
@@ -188,14 +188,6 @@ def _measure_pieces(
         sizes, short, counts, meter, 5 if on_gpu else 1, progress.step
     )
     found.problems += problems
-
-
-def _read_output(text: str | None, device: torch.device) -> Path | None:
-    from .bench import file_name
-
-    if text and Path(text).is_dir():
-        text = str(Path(text) / f"parallel-{file_name(device)}")
-    return None if text is None else read_output(COMMAND, text)
 
 
 def read_ranks(text: str | None) -> list[int]:

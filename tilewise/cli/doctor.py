@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     backends = try_backends()
     extras = {
         extra: {name: find_spec(name) is not None for name in names}
-        for extra, names in EXTRAS.items()
+        for extra, names in {**EXTRAS, "gpu": ("triton",)}.items()
     }
     is_well = all(backend["status"] != "broken" for backend in backends)
     if arguments.json:
@@ -52,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0 if is_well else 1
     machine = [(name.replace("_", " "), str(value)) for name, value in facts.items() if value]
-    machine += [(name, version or "not installed") for name, version in versions.items()]
+    machine += [
+        (n, version or "not installed") for n, version in versions.items() if n not in facts
+    ]
     machine += [("GPU", gpu) for gpu in gpus or ["torch sees none"]]
     console.print_table("This machine", ("what", "here"), machine, texts=2)
     console.print_table(

@@ -103,6 +103,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _print_report(report: Report) -> None:
+    from ..bench.environment import describe_busy
     from ..report import budget, tables
     from . import console
 
@@ -115,6 +116,8 @@ def _print_report(report: Report) -> None:
     for series in report.series:
         for note in tables.describe_ends(series):
             console.print_line(f"{series.title}: {note}")
+    if busy := describe_busy(report.environment):
+        console.print_line(busy)
     for row in report.verified:
         if not row.report.is_within:
             console.print_line(f"FAILED {budget.describe_row(row)}")

@@ -54,16 +54,19 @@ def is_interpreted() -> bool:
 
     As Triton itself reads TRITON_INTERPRET; settled when kernels are imported.
     """
-    wanted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
-    return wanted and find_spec("triton") is not None
+    return _wants_interpreter() and find_spec("triton") is not None
+
+
+def _wants_interpreter() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
 
 
 def triton_problem(device: torch.device) -> str:
     """Why Triton's kernels cannot run on a device, as a verb phrase; empty where they can."""
+    if device.type == "cpu" and not _wants_interpreter():
+        return "needs a GPU, or TRITON_INTERPRET=1 to be interpreted on the CPU"
     if find_spec("triton") is None:
         return "needs Triton, which is not installed (pip install 'tilewise[gpu]')"
-    if device.type == "cpu" and not is_interpreted():
-        return "needs a GPU, or TRITON_INTERPRET=1 to be interpreted on the CPU"
     if device.type not in ("cpu", "cuda"):
         return f"is not made for the device {device.type}"
     fault = _triton_fault()

@@ -1,4 +1,4 @@
-"""Gradients whose own derivative is refused, where it would otherwise be 0 without a word."""
+"""Derivatives that are refused, where they would otherwise be 0 or dropped without a word."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def mark_first_derivatives(
     apply: Any = _FirstDerivative.apply
     marked: tuple[Tensor, ...] = apply(op, len(inputs), *inputs, *gradients)
     return marked
+
+
+def refuse_tangents(op: str) -> None:
+    """Raise inside forward-mode differentiation, whose tangents an op would drop."""
+    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            f"{op}: forward-mode derivatives are not implemented on this backend; "
+            "backend='reference' has them."
+        )
 
 
 class _FirstDerivative(torch.autograd.Function):

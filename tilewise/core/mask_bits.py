@@ -12,6 +12,7 @@ from torch import Tensor
 from .mask import UNBOUNDED, Index, Leaf, Lowered, Mask, Pair, outside_inference_mode, register_leaf
 from .mask_leaves import broadcast_index, check_table
 from .positions import Positions
+from .shapes import is_integer
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -257,14 +258,18 @@ def blocks(visible: Tensor, block_m: int = BIT_TILE, block_n: int = BIT_TILE) ->
     Args:
         visible: bool `[nM, nN]`, `[B or 1, nM, nN]` or `[B or 1, H or 1, nM, nN]`. What lies
             beyond its last tile is hidden.
+        block_m, block_n: sizes of a tile, above 0; 128 x 128 is taken by kernels as it is.
+    Raises: ValueError for other dtypes, shapes and sizes.
     """
+    if not isinstance(visible, Tensor):
+        raise ValueError(f"blocks: expected a bool tensor, got {type(visible).__name__}.")
     if visible.dtype != torch.bool or not 2 <= visible.dim() <= 4:
         raise ValueError(
             "blocks: expected a bool tensor [nM, nN], [B, nM, nN] or [B, H, nM, nN], "
             f"got {visible.dtype} {list(visible.shape)}."
         )
-    if block_m <= 0 or block_n <= 0:
-        raise ValueError(f"blocks: tile sizes must be positive, got {block_m} x {block_n}.")
+    if not all(is_integer(size) and size > 0 for size in (block_m, block_n)):
+        raise ValueError(f"blocks: tile sizes must be positive ints, got {block_m} x {block_n}.")
     heads = {2: (1, 1), 3: (visible.shape[0], 1), 4: tuple(visible.shape[:2])}[visible.dim()]
     kinds = visible.reshape(*heads, *visible.shape[-2:]).to(torch.int32)
     return Bits(block_m, block_n, kinds, kinds.new_zeros(0, BIT_TILE, BIT_TILE // _WORD))

@@ -20,6 +20,7 @@ from .mask import (
     per_batch,
     register_leaf,
 )
+from .shapes import is_integer
 
 Lengths = int | Tensor | Sequence[int]
 
@@ -160,7 +161,8 @@ class Documents(Leaf):
         if not reads:
             return
         if bool((cu[..., 0] != 0).any()) or bool((cu[..., 1:] < cu[..., :-1]).any()):
-            raise ValueError("documents: cu_seqlens must start at 0 and never fall.")
+            got = cu.flatten()[:8].tolist()
+            raise ValueError(f"documents: cu_seqlens must start at 0 and never fall, got {got}.")
 
 
 @register_leaf
@@ -273,7 +275,8 @@ def causal(offset: Offset = None) -> Mask:
     """Key n is visible to query m where `n <= m + offset`.
 
     Args:
-        offset: an int or a `[B]` integer tensor; the op's own (bottom-right) when None.
+        offset: an int or an int32 or int64 tensor `[B]`; the op's own (bottom-right) when None.
+    Raises: ValueError for an offset of other form.
     """
     return window(None, 0, offset=offset)
 
@@ -283,20 +286,20 @@ def window(left: int | None, right: int | None, *, offset: Offset = None) -> Mas
 
     Args:
         left, right: bounds >= 0; None is unbounded, 0 is a real bound.
-        offset: an int or a `[B]` integer tensor; the op's own (bottom-right) when None.
-    Raises: ValueError for a negative bound.
+        offset: an int or an int32 or int64 tensor `[B]`; the op's own (bottom-right) when None.
+    Raises: ValueError for a bound that is no int or negative, and for an offset of other form.
     """
     for name, bound in (("left", left), ("right", right)):
-        if bound is not None and (isinstance(bound, float) or bound < 0):
-            raise ValueError(f"window: {name} must be None or an int >= 0, got {bound}.")
+        if bound is not None and (not is_integer(bound) or bound < 0):
+            raise ValueError(f"window: {name} must be None or an int >= 0, got {bound!r}.")
     low = UNBOUNDED if left is None else min(left, UNBOUNDED)
     high = UNBOUNDED if right is None else min(right, UNBOUNDED)
     if offset is None:
         return Window(low, high)
     if isinstance(offset, Tensor):
         return BatchShiftedWindow(low, high, _integers("window(offset=)", offset))
-    if isinstance(offset, float):
-        raise ValueError(f"window(offset=): expected an int or a [B] tensor, got {offset}.")
+    if not is_integer(offset):
+        raise ValueError(f"window(offset=): expected an int or a [B] tensor, got {offset!r}.")
     offset = max(-UNBOUNDED, min(offset, UNBOUNDED))
     return ShiftedWindow(low, high, offset)
 
@@ -306,8 +309,10 @@ def documents(cu_seqlens: Tensor | Sequence[int]) -> Mask:
     """Documents packed in one row: a query sees the keys of the document it stands in.
 
     Args:
-        cu_seqlens: cumulative lengths from 0, `[docs + 1]`, or `[B, docs + 1]` for a packing per
-            row; equal neighbours are an empty document.
+        cu_seqlens: int32 or int64 cumulative lengths from 0, `[docs + 1]`, or `[B, docs + 1]` for a
+            packing per row; equal neighbours are an empty document.
+    Raises: ValueError for other dtypes and shapes; where the call reads what it holds, also for
+        what does not start at 0, or falls.
     """
     cu = _integers("documents", cu_seqlens, dims=(1, 2))
     if cu.shape[-1] == 0:
@@ -320,7 +325,9 @@ def key_padding(lengths: Lengths) -> Mask:
     """Only the first `lengths[b]` keys are visible. Never moves the query offset.
 
     Args:
-        lengths: `[B]` integers, or one for all.
+        lengths: int32 or int64 `[B]`, a list, or one int for all; 0 hides every key.
+    Raises: ValueError for other dtypes and shapes; where the call reads what it holds, also for
+        what is negative.
     """
     stops = _integers("key_padding", lengths)
     return KeyBounds(torch.zeros_like(stops), stops)
@@ -328,22 +335,35 @@ def key_padding(lengths: Lengths) -> Mask:
 
 @outside_inference_mode
 def left_padding(starts: Lengths) -> Mask:
-    """Only keys from `starts[b]` on are visible. Never moves the query offset."""
+    """Only keys from `starts[b]` on are visible. Never moves the query offset.
+
+    Args:
+        starts: as the lengths of `key_padding`.
+    Raises: ValueError as `key_padding`.
+    """
     first = _integers("left_padding", starts)
     return KeyBounds(first, torch.full_like(first, UNBOUNDED, dtype=torch.int64))
 
 
 @outside_inference_mode
 def prefix(lengths: Lengths) -> Mask:
-    """The first `lengths[b]` keys; `causal() | prefix(lengths)` is the prefix-LM mask."""
+    """The first `lengths[b]` keys; `causal() | prefix(lengths)` is the prefix-LM mask.
+
+    Args:
+        lengths: as those of `key_padding`.
+    Raises: ValueError as `key_padding`.
+    """
     stops = _integers("prefix", lengths)
     return KeyBounds(torch.zeros_like(stops), stops)
 
 
 def chunked(size: int) -> Mask:
-    """Keys of the query's own chunk of `size` positions (chunked attention)."""
-    if isinstance(size, float) or size <= 0:
-        raise ValueError(f"chunked: size must be a positive int, got {size}.")
+    """Keys of the query's own chunk of `size` positions (chunked attention).
+
+    Raises: ValueError for a size that is no positive int.
+    """
+    if not is_integer(size) or size <= 0:
+        raise ValueError(f"chunked: size must be a positive int, got {size!r}.")
     return Chunked(min(size, UNBOUNDED))
 
 
@@ -351,16 +371,17 @@ def intervals(starts: Tensor, stops: Tensor) -> Mask:
     """Explicit key intervals `[starts, stops)` per query; where stop <= start, empty.
 
     Args:
-        starts, stops: integers `[M, I]`, `[B, M, I]` or `[B or 1, H or 1, M, I]`, I intervals a
-            query. The interval lists of one query may touch or overlap.
+        starts, stops: int32 or int64 `[M, I]`, `[B, M, I]` or `[B or 1, H or 1, M, I]`, I intervals
+            a query. The interval lists of one query may touch or overlap.
+    Raises: ValueError for other dtypes and shapes.
     """
+    for name, tensor in (("starts", starts), ("stops", stops)):
+        _check_integer(f"intervals({name}=)", tensor)
     if starts.shape != stops.shape or not 2 <= starts.dim() <= 4:
         raise ValueError(
             "intervals: expected starts and stops of one shape [M, I], [B, M, I] or [B, H, M, I], "
             f"got {list(starts.shape)} and {list(stops.shape)}."
         )
-    for name, tensor in (("starts", starts), ("stops", stops)):
-        _check_integer(f"intervals({name}=)", tensor)
     shapes = {2: (1, 1), 3: (starts.shape[0], 1), 4: tuple(starts.shape[:2])}
     shape = (*shapes[starts.dim()], *starts.shape[-2:])
     return Intervals(starts.reshape(shape), stops.reshape(shape))
@@ -373,6 +394,7 @@ def tree(bits: Tensor) -> Mask:
         bits: int32 or int64, `[M]` or `[B or 1, M]`, at most 32 or 64 queries: bit j of
             `bits[b, i]` lets query i see the key of query j. The queries' own keys are the last
             M; all keys before them are visible. A token sees itself only where its bit says so.
+    Raises: ValueError for other dtypes and shapes.
     """
     _check_integer("tree", bits)
     width = 32 if bits.dtype == torch.int32 else 64
@@ -385,7 +407,11 @@ def tree(bits: Tensor) -> Mask:
 
 
 def _integers(op: str, values: Lengths, dims: tuple[int, ...] = (0, 1)) -> Tensor:
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    try:
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        got = type(values).__name__
+        raise ValueError(f"{op}: expected integers or a tensor of them, got {got}.") from None
     _check_integer(op, tensor)
     if tensor.dim() not in dims:
         raise ValueError(f"{op}: expected {' or '.join(map(str, dims))} dims, got {tensor.dim()}.")
@@ -393,6 +419,8 @@ def _integers(op: str, values: Lengths, dims: tuple[int, ...] = (0, 1)) -> Tenso
 
 
 def _check_integer(op: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{op}: expected a tensor, got {type(tensor).__name__}.")
     if tensor.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{op}: expected int32 or int64, got {tensor.dtype}.")
 

@@ -33,14 +33,21 @@ def merge(partials: Sequence[Partial]) -> Partial:
     Returns: a `Partial`; out in the widest dtype of the outs, lse in that of the lses. Rows that
         are empty in every partial stay `(0, -inf)`; what stands in the out of an empty partial
         does not matter.
-    Raises: ValueError for an empty sequence or shapes that differ.
+    Raises: ValueError for an empty sequence, what is no pair of tensors, or shapes that differ.
     Cost: reads each partial once; two fp32 buffers of the shape of out.
+    Deterministic: forward and backward, always.
     Differentiable in every out and lse; associative and commutative up to rounding.
     Source: FlashAttention (arXiv 2205.14135), algorithm 1; the oracle is
         `tilewise.dense.reference.merge_reference`.
     """
     if len(partials) == 0:
         raise ValueError("merge: expected at least one partial, got none.")
+    for i, p in enumerate(partials):
+        if not isinstance(p, tuple | list) or len(p) != 2:
+            raise ValueError(
+                f"merge: partials[{i}] must be a Partial or a pair (out, lse), "
+                f"got {type(p).__name__}."
+            )
     parts = [Partial(*p) for p in partials]
     _check_parts(parts)
     lses = [p.lse for p in parts]
@@ -86,7 +93,7 @@ def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _check_parts(parts: Sequence[Partial]) -> None:
-    packed = parts[0].out.dim() == 3
+    packed = isinstance(parts[0].out, Tensor) and parts[0].out.dim() == 3
     out_spec, lse_spec = ("T H E", "H T") if packed else ("B M H E", "B H M")
     tensors = {
         f"partials[{i}].{name}": getattr(p, name) for i, p in enumerate(parts) for name in p._fields

@@ -15,6 +15,11 @@ def accumulator_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_integer(x: object) -> bool:
+    """Whether x is a whole number: an int, a compiled call's symbol, or another library's."""
+    return isinstance(x, (int, torch.SymInt)) or hasattr(x, "__index__")
+
+
 def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) -> dict[str, int]:
     """Bind dimension letters to sizes and raise one sentence when a tensor does not fit.
 
@@ -24,7 +29,8 @@ def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) ->
         specs: for each name, its letters: `q="B M H D"`. A letter that has been bound must
             recur with the same size; `B|1` also takes 1; a literal number takes just that.
     Returns: the sizes by letter.
-    Raises: ValueError that names the op, the argument, what came and what was expected.
+    Raises: ValueError that names the op, the argument, what came and what was expected; also for
+        what is no tensor.
 
     >>> q, k = torch.empty(2, 5, 4, 8), torch.empty(2, 7, 2, 8)
     >>> check_shapes("attention", {"q": q, "k": k}, q="B M H D", k="B N G D")
@@ -36,6 +42,8 @@ def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) ->
         if tensor is None:
             continue
         letters = spec.split()
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
         if tensor.dim() != len(letters):
             raise ValueError(
                 f"{op}: {name} must be [{', '.join(letters)}], "
@@ -63,9 +71,10 @@ def _bind(
     if expected is None:
         dims[key] = size
     elif size != expected:
+        # A literal number says itself what was expected.
+        bound = "" if key.isdigit() else f" with {key} = {expected}"
         raise ValueError(
-            f"{op}: {name} must be [{', '.join(letters)}] with {key} = {expected}, "
-            f"got {list(tensor.shape)}."
+            f"{op}: {name} must be [{', '.join(letters)}]{bound}, got {list(tensor.shape)}."
         )
 
 
@@ -99,6 +108,25 @@ def check_same_dtype(op: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
             )
         raise ValueError(f"{op}: {first} must be a floating tensor, got {dtype}.")
     return dtype
+
+
+def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, stored: int) -> None:
+    """Raise ValueError unless bounds start at 0, never fall and end within what is stored.
+
+    Reads them. cu_seqlens: integers `[B + 1]`, at least one. stored: tokens.
+    """
+    values = cu_seqlens.to(torch.int64)
+    if int(values[0]) != 0:
+        raise ValueError(f"{op}: {name} must start at 0, got {int(values[0])}.")
+    if bool((values.diff() < 0).any()):
+        at = int((values.diff() < 0).to(torch.int8).argmax())
+        raise ValueError(
+            f"{op}: {name} must never fall, got {int(values[at])} then {int(values[at + 1])}."
+        )
+    if int(values[-1]) > stored:
+        raise ValueError(
+            f"{op}: {name} ends at {int(values[-1])}, but only {stored} tokens are stored."
+        )
 
 
 def check_broadcastable(op: str, name: str, tensor: Tensor, shape: dict[str, int]) -> Tensor:

@@ -61,7 +61,7 @@ def attention_with_cache(
         num_splits: into how many parts the kernels cut the capacity; they choose when None.
         batch_invariant: parts of a fixed size: a sequence's result is the same bit for bit whatever
             else is in the batch.
-        out: where to write the result.
+        out: where to write the result: of its shape, in q's dtype, on its device, any strides.
         check: read lengths and indices and raise for what leaves the cache, which waits for a GPU;
             always done on the CPU and where TILEWISE_CHECK=1 is set. Unchecked kernels cut what
             leaves the cache to it.
@@ -109,9 +109,14 @@ def attention_with_cache_partial(
 ) -> Partial:
     """`attention_with_cache` with the lse to merge it by, across caches or devices.
 
-    out_dtype: of out; q's when None.
-    Returns: `Partial(out, lse)` with lse `[B, H, M]` (packed `[H, T]`), natural logs in fp32;
-        `-inf` where a query sees no key.
+    As `attention_with_cache`, and:
+
+    Args:
+        out_dtype: of out, fp16, bf16, fp32 or fp64; q's when None.
+        sinks: belong to exactly one of the partials that will be merged.
+    Returns: `Partial(out, lse)` with lse `[B, H, M]` (packed `[H, T]`), natural logs in fp32 (fp64
+        for fp64 queries); `-inf` where a query sees no key, or the sink's logit where there is one.
+    Raises, Cost, Deterministic, Source: as `attention_with_cache`.
     """
     given = warm.Given(cu_seqlens_q, alibi_slopes, sinks, None, True)
     dtype = q.dtype if out_dtype is None and isinstance(q, Tensor) else out_dtype
@@ -136,7 +141,13 @@ def attention_with_cache_partial(
 def explain_cache_backend(
     q: Tensor, cache: KVCache, *, backend: str = "auto", **options: Any
 ) -> BackendChoice:
-    """Which backend a call of `attention_with_cache` with these arguments runs on, and why."""
+    """Which backend a call of `attention_with_cache` with these arguments runs on, and why.
+
+    Args:
+        q, cache, backend, options: as the call would get them.
+    Returns: a `BackendChoice`: the name, the reason, and why the others were not taken.
+    Raises: as the call would, and TypeError for an argument that it does not know.
+    """
     names = ("scale", "softcap", "alibi_slopes", "bias", "sinks")
     terms = {name: options.pop(name, None) for name in names}
     splits = Splits(options.pop("num_splits", None), options.pop("batch_invariant", False))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.backends import triton_problem
-from ..core.shapes import check_same_device, check_shapes
+from ..core.shapes import check_cu_seqlens, check_same_device, check_shapes
 from .cache import FLOAT8, KVCache, place_new, quantise, turned_keys
 from .rotary import Rotary
 
@@ -111,6 +111,8 @@ def _check(
                 f"{_OP}: {name} must have the cache's dtype {cache.k.dtype}, got {x.dtype}."
             )
     if rotary is not None:
+        if not isinstance(rotary, Rotary):
+            raise ValueError(f"{_OP}: rotary must be a Rotary, got {type(rotary).__name__}.")
         rotary.check(_OP, D, B)
         check_same_device(_OP, {"k": k, "cos": rotary.cos, "sin": rotary.sin})
 
@@ -120,12 +122,7 @@ def _check_contents(
 ) -> None:
     new: int | Tensor = k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
     if cu_seqlens is not None:
-        values = cu_seqlens.tolist()
-        if values[0] != 0 or values != sorted(values) or values[-1] > k.shape[0]:
-            raise ValueError(
-                f"{_OP}: cu_seqlens must start at 0, never fall and end within the "
-                f"{k.shape[0]} new tokens, got {values[:8]}."
-            )
+        check_cu_seqlens(_OP, "cu_seqlens", cu_seqlens, k.shape[0])
     cache.check_contents(_OP, new)
     if rotary is not None:
         first = cache.lengths if rotary.first is None else rotary.first

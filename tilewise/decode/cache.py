@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.shapes import COMPUTE_DTYPES, check_same_device, check_shapes
+from ..core.shapes import COMPUTE_DTYPES, check_same_device, check_shapes, is_integer
 from .rotary import Rotary, rotate
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -130,13 +130,24 @@ class KVCache:
     ) -> KVCache:
         """An empty cache for B sequences of up to `capacity` tokens.
 
-        page_size: pages of so many slots, dealt to the sequences in order; contiguous when None.
-        A float8 cache gets a scale for each token and head.
+        Args:
+            G, D, E: kv heads, key and value dim; E is D when None.
+            page_size: pages of so many slots, dealt to the sequences in order; contiguous when
+                None.
+            dtype: of keys and values. A float8 cache gets a scale for each token and head.
+        Raises: ValueError for sizes and dtypes that no cache has.
         """
         E = D if E is None else E
+        for name, size in (("B", B), ("capacity", capacity), ("G", G), ("D", D), ("E", E)):
+            if not is_integer(size) or size < 0:
+                raise ValueError(f"KVCache: {name} must be an int >= 0, got {size!r}.")
+        if dtype not in (*COMPUTE_DTYPES, *FLOAT8):
+            raise ValueError(
+                f"KVCache: dtype must be a floating dtype that ops compute, or float8, got {dtype}."
+            )
         rows, slots, table = B, capacity, None
         if page_size is not None:
-            if page_size < 1:
+            if not is_integer(page_size) or page_size < 1:
                 raise ValueError(f"KVCache: page_size must be at least 1, got {page_size}.")
             width = -(-capacity // page_size)
             rows, slots = B * width, page_size
@@ -218,8 +229,18 @@ class KVCache:
     def rewind(self, tokens: int | Tensor) -> None:
         """Give up the last tokens of every sequence (drafts that were not accepted).
 
-        tokens: an int or `[B]` integers; lengths do not fall below 0.
+        tokens: an int >= 0, or `[B]` integers; lengths do not fall below 0.
+        Raises: ValueError for what is neither, and for a negative int: what lies behind the lengths
+            was never written.
         """
+        if isinstance(tokens, Tensor):
+            is_right = tokens.dtype in _INDEX
+        else:
+            is_right = is_integer(tokens) and tokens >= 0
+        if not is_right:
+            raise ValueError(
+                f"KVCache.rewind: tokens must be an int >= 0 or integers [B], got {tokens!r}."
+            )
         self.lengths.sub_(tokens).clamp_(min=0)
 
     # ------------------------------------------------------------ contents

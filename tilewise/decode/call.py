@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,7 +10,14 @@ from torch import Tensor
 
 from ..core.mask import Mask
 from ..core.mask_leaves import left_padding
-from ..core.shapes import COMPUTE_DTYPES, check_broadcastable, check_same_device, check_shapes
+from ..core.shapes import (
+    COMPUTE_DTYPES,
+    check_broadcastable,
+    check_cu_seqlens,
+    check_same_device,
+    check_shapes,
+)
+from ..dense.checks import check_numbers
 from ..dense.piece import Terms
 from .cache import FLOAT8, KVCache
 
@@ -42,9 +48,10 @@ class CacheCall:
     cache: KVCache
     mask: Mask
     terms: Terms
-    cu_seqlens_q: Tensor | None = None
-    max_seqlen_q: int | None = None
-    splits: Splits = Splits()
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | None
+    # Without a default: torch 2.11 traces no instance that a class holds.
+    splits: Splits
 
     @property
     def is_packed(self) -> bool:
@@ -128,13 +135,9 @@ def check_contents(op: str, call: CacheCall) -> None:
     cu = call.cu_seqlens_q
     if cu is None:
         return
-    values = cu.tolist()
-    if values[0] != 0 or values != sorted(values) or values[-1] > call.q.shape[0]:
-        raise ValueError(
-            f"{op}: cu_seqlens_q must start at 0, never fall and end within the "
-            f"{call.q.shape[0]} packed queries, got {values[:8]}."
-        )
-    longest = max((b - a for a, b in pairwise(values)), default=0)
+    check_cu_seqlens(op, "cu_seqlens_q", cu, call.q.shape[0])
+    counts = cu.diff()
+    longest = int(counts.max()) if counts.numel() else 0
     if call.max_seqlen_q is not None and longest > call.max_seqlen_q:
         raise ValueError(
             f"{op}: max_seqlen_q is {call.max_seqlen_q}, but a sequence has {longest} queries."
@@ -154,13 +157,7 @@ def _check_dtypes(op: str, q: Tensor, cache: KVCache) -> None:
 def _check_terms(op: str, terms: dict[str, Any], H: int, cache: KVCache, M: int | None) -> Terms:
     scale = cache.k.shape[3] ** -0.5 if terms["scale"] is None else terms["scale"]
     softcap = terms["softcap"]
-    # What fp32 cannot hold is refused, not rounded to inf.
-    if not abs(scale) <= 1e38:
-        raise ValueError(f"{op}: scale must be finite and at most 1e38 in size, got {scale}.")
-    if softcap is not None and not 1e-37 <= softcap <= 1e38:
-        raise ValueError(
-            f"{op}: softcap must be None or lie between 1e-37 and 1e38, got {softcap}."
-        )
+    check_numbers(op, scale, softcap)
     for name, spec in (("alibi_slopes", [cache.B, H]), ("sinks", [H])):
         x = terms[name]
         if x is None:
@@ -176,7 +173,10 @@ def _check_terms(op: str, terms: dict[str, Any], H: int, cache: KVCache, M: int 
     bias = terms["bias"]
     if bias is not None:
         if not isinstance(bias, Tensor) or not bias.is_floating_point():
-            raise ValueError(f"{op}: bias must be a floating tensor; a bool mask goes to mask=.")
+            got = str(bias.dtype) if isinstance(bias, Tensor) else type(bias).__name__
+            raise ValueError(
+                f"{op}: bias must be a floating tensor, got {got}; a bool mask goes to mask=."
+            )
         rows = bias.shape[-2] if bias.dim() >= 2 else 1
         sizes = {"B": cache.B, "H": H, "M": rows if M is None else M, "capacity": cache.capacity}
         bias = check_broadcastable(op, "bias", bias, sizes)

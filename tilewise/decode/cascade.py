@@ -57,14 +57,16 @@ def cascade_attention(
     Deterministic: always, given the batch.
     Source: Hydragen (arXiv 2402.05099); the oracle is that of `attention_with_cache`.
     """
+    if not isinstance(q, Tensor):
+        raise ValueError(f"{_OP}: q must be a tensor, got {type(q).__name__}.")
     if not isinstance(prefix, KVCache) or prefix.B != 1:
         got = f"{prefix.B}" if isinstance(prefix, KVCache) else type(prefix).__name__
         raise ValueError(f"{_OP}: prefix must be a KVCache of one sequence, got {got}.")
     is_causal = isinstance(mask, Mask) and mask.key == causal().key
     if not isinstance(mask, Full) and not is_causal:
         raise NotImplementedError(
-            f"{_OP}: mask must be full() or causal(); use attention_with_cache over whole caches "
-            "for others."
+            f"{_OP}: mask must be full() or causal(), got {type(mask).__name__}; use "
+            "attention_with_cache over whole caches for others."
         )
     wide = accumulator_of(q.dtype)
     options: dict[str, Any] = {

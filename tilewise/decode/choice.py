@@ -79,8 +79,11 @@ def explain(op: str, backend: str, call: CacheCall) -> BackendChoice:
         return BackendChoice(name, f"named by the caller, on {where}")
     rejected = {"reference": "the oracle runs only when it is named"}
     if name == "triton":
+        from .dense_call import takes
+
         rejected["tiled"] = "plain torch tiles are slower on a GPU"
-        return BackendChoice(name, f"Triton's split-KV kernel runs here, on {where}", rejected)
+        kernel = "dense attention's kernel" if takes(call) else "Triton's split-KV kernel"
+        return BackendChoice(name, f"{kernel} runs here, on {where}", rejected)
     problem = why_not_triton(call)
     rejected["triton"] = problem or "on the CPU it only interprets, which is slow"
     return BackendChoice(name, f"plain torch tiles run on any device, here {where}", rejected)

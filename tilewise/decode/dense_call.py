@@ -31,6 +31,13 @@ def why_not_dense(call: CacheCall) -> str:
     return why_not_triton(piece_of(call))
 
 
+def takes(call: CacheCall) -> bool:
+    """Whether a call of the triton backend goes to dense kernels. For where Triton is."""
+    from .triton_call import SplitMask
+
+    return is_faster(call) or SplitMask.of(call.mask) is None
+
+
 def is_faster(call: CacheCall) -> bool:
     """Whether dense kernels fill the GPU by queries alone. Not where splits were asked for."""
     B, M, H = call.q.shape[0], call.q.shape[-3], call.q.shape[-2]

@@ -47,7 +47,8 @@ def mla_with_cache(
     # Traced tensors have no address to compare.
     is_latent = torch.compiler.is_compiling() or (isinstance(cache, KVCache) and cache.is_latent)
     if not is_latent:
-        raise ValueError(f"{_OP}: cache must be latent, as KVCache.latent makes it.")
+        got = "another KVCache" if isinstance(cache, KVCache) else type(cache).__name__
+        raise ValueError(f"{_OP}: cache must be latent, as KVCache.latent makes it, got {got}.")
     R = cache.v.shape[3]
     P = cache.k.shape[3] - R
     rows = "B M H" if options.get("cu_seqlens_q") is None else "T H"

@@ -83,7 +83,7 @@ def run_triton(call: CacheCall, out: Tensor, lse: Tensor) -> Any:
     """Returns what runs calls like this one again, or None."""
     from . import dense_call, triton_call
 
-    if dense_call.is_faster(call) or triton_call.SplitMask.of(call.mask) is None:
+    if dense_call.takes(call):
         dense_call.dense_forward(call, out, lse)
         return None
     return triton_call.cache_attention_fwd(call, out, lse)

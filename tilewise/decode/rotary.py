@@ -33,6 +33,9 @@ class Rotary:
 
     def check(self, op: str, D: int, B: int) -> None:
         cos, sin = self.cos, self.sin
+        for name, x in (("cos", cos), ("sin", sin), ("first", self.first)):
+            if not isinstance(x, Tensor) and not (name == "first" and x is None):
+                raise ValueError(f"{op}: rotary {name} must be a tensor, got {type(x).__name__}.")
         is_table = cos.dim() == 2 and cos.shape == sin.shape and cos.dtype == sin.dtype
         if not is_table or not cos.is_floating_point() or 2 * cos.shape[1] > D:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..kernels.structs import ScoreTerms, Statistics, absent, code
 from .cache import FLOAT8, KVCache
 from .call import CacheCall
 from .config import FIXED_PART, Key, SplitConfig, block_rows, split_config
-from .triton_combine import _cache_combine_kernel
+from .triton_combine import TEAMS, _cache_combine_kernel
 from .triton_plan import CacheBuild, CachePlace
 from .triton_split_kv import HEAD, NONE, TOKEN, Parts, Scales, _cache_attention_fwd_kernel
 
@@ -89,7 +89,8 @@ class SplitCall:
         self.q = call.q if call.q.dim() == 4 else call.q.unsqueeze(0)
         if self.q.stride(-1) != 1:
             self.q = self.q.contiguous()
-        self.widest = 32 if self.precision == "tf32x3" else 512
+        # Sums of fp32 are short, see `triton_split_kv._added`.
+        self.widest = 16 if call.q.dtype == torch.float32 and not self._is_interpreted else 512
         self.is_shared = shares_storage(call, self.widest)
         self.key = Key(
             call.q.dtype,
@@ -99,6 +100,7 @@ class SplitCall:
             architecture_of(self.device),
             all(_is_aligned(x) for x in (self.q, cache.k, cache.v)),
             self._is_heavy,
+            cache.is_paged and cache.k.shape[1] % 128 != 0,
         )
         is_fixed = call.splits.is_fixed or call.splits.count is not None
         rows = call.most_queries * call.group
@@ -109,21 +111,19 @@ class SplitCall:
 
     @property
     def _is_heavy(self) -> bool:
-        """Whether a program holds more than products: terms of scores, the bits of a tree, or a row
-        for each key of pages that are smaller than a tile."""
-        mask, cache = SplitMask.of(self.call.mask), self.call.cache
-        is_tree = mask is not None and mask.tree is not None
-        return not self._is_folded or is_tree or (cache.is_paged and cache.k.shape[1] % 128 != 0)
+        """Whether a program holds more than products: terms of scores or the bits of a tree."""
+        mask = SplitMask.of(self.call.mask)
+        return not self._is_folded or (mask is not None and mask.tree is not None)
 
     @property
     def precision(self) -> str:
-        """Of fp32 products, in pieces of 32 where tensor cores cut off what does not fit; see
-        `dense/triton_call.py`."""
-        architecture = architecture_of(self.device)
-        if architecture == "interpreter":
-            return "interpreted"
-        is_nvidia = architecture.startswith("sm_")
-        return "tf32x3" if self.call.q.dtype == torch.float32 and is_nvidia else "ieee"
+        """Of fp32 products: exact ones. Matrix units cut sums off at every step, which three tf32
+        products for one do not undo, and a query or a few have little to multiply."""
+        return "interpreted" if self._is_interpreted else "ieee"
+
+    @property
+    def _is_interpreted(self) -> bool:
+        return architecture_of(self.device) == "interpreter"
 
     @property
     def n_units(self) -> int:
@@ -215,6 +215,19 @@ class SplitCall:
             return TOKEN.value, Scales(k, v, *strides)
         return HEAD.value, Scales(k, v, code(self.G if k.dim() == 2 else 0), code(0), code(1))
 
+    @property
+    def _is_flat(self) -> bool:
+        cache, block_n = self.call.cache, self.config.launch.block_n
+        R, P = cache.k.shape[:2]
+        # The stride of one slot alone says nothing.
+        if not cache.is_paged or P == 1 or P % block_n == 0 or R * P >= 1 << 31:
+            return False
+        # Triton 3.6 takes `P page + slot` for a multiple of P, and so what it is multiplied by has
+        # to be one of 16 itself.
+        return all(
+            x.stride(0) == P * x.stride(1) and x.stride(1) % 16 == 0 for x in (cache.k, cache.v)
+        )
+
     def build(self, scales: int) -> CacheBuild:
         call, launch_config = self.call, self.config.launch
         mask = SplitMask.of(call.mask)
@@ -232,6 +245,7 @@ class SplitCall:
             self.is_shared,
             call.group,
             call.cache.k.shape[1] if call.cache.is_paged else 0,
+            self._is_flat,
             isinstance(band.offset, int),
             singles,
             self._is_folded,
@@ -248,6 +262,37 @@ class SplitCall:
         )
 
 
+class PartSizes(NamedTuple):
+    """Elements of 4 bytes that parts take, one thing behind the other in one buffer."""
+
+    out: int
+    state: int
+    notes: int
+    slots: int
+
+    @classmethod
+    def of(cls, split: SplitCall) -> PartSizes:
+        rows = split.n_slots * split.G * split.block_m
+        # Whatever begins behind another stays aligned to 16 bytes.
+        return cls(
+            -(-rows * split.E // 4) * 4, 2 * rows, 0 if split.is_fixed else 16 * split.n_teams,
+            code(split.n_slots),
+        )  # fmt: skip
+
+    def buffer(self, device: torch.device) -> Tensor:
+        size = self.out + self.state + self.notes
+        return torch.empty(size, dtype=torch.float32, device=device)
+
+    def views(self, buffer: Tensor) -> Parts:
+        out, state, notes = buffer.split([self.out, self.state, self.notes])
+        return Parts(out, state, notes.view(torch.int64) if self.notes else None, self.slots)
+
+    def addresses(self, start: int) -> tuple[int, int, int | None, int]:
+        state = start + 4 * self.out
+        notes = state + 4 * self.state if self.notes else None
+        return start, state, notes, self.slots
+
+
 class Forward:
     """A forward made ready: it runs again on other tensors of the same layout and alignment."""
 
@@ -256,23 +301,27 @@ class Forward:
         self.device = split.device
         n_programs = split.n_teams * split.G
         self._grid = (n_programs, 1, 1)
-        self._combine_grid = (split.n_units * split.G * split.rows_per_unit, 1, 1)
+        rows, parts, width = combine_tile(split.rows_per_unit, split.E)
+        # Of so many teams about one began a unit that others finished.
+        teams = max(1, min(TEAMS.value, split.n_teams // split.n_units))
+        groups = split.n_units if split.is_fixed else -(-split.n_teams // teams)
+        self._combine_grid = (groups * split.G * -(-split.rows_per_unit // rows), 1, 1)
         self._combines = call.splits.count != 1
-        self._slots = (split.n_slots, split.G, split.block_m, split.E)
+        self._slots = PartSizes.of(split)
         kind, scales = split.scales()
         self._build = split.build(kind)
         self._tail = (
-            code(split.rows_per_unit), code(n_programs), 1 << (split.E - 1).bit_length(),
+            code(split.rows_per_unit), code(n_programs), code(teams), rows, parts, width,
             self._build,
         )  # fmt: skip
-        rows = out if out.dim() == 4 else out.unsqueeze(0)
+        results = out if out.dim() == 4 else out.unsqueeze(0)
         statistics = absent(Statistics)
         if lse.numel():
             # Packed rows are those of one batch, whatever sequence they belong to.
             of_batch = 0 if call.is_packed else lse.stride(0)
             statistics = Statistics(lse, code(of_batch), code(lse.stride(-2)))
         cache = call.cache
-        operands = [TritonCall.operand(x) for x in (split.q, cache.k, cache.v, rows)]
+        operands = [TritonCall.operand(x) for x in (split.q, cache.k, cache.v, results)]
         self._strides = [operand[1:] for operand in (*operands, statistics)]
         self._given = (*operands, statistics, split.place(), split.terms(), scales)
         # Of the first run, which others need not go through.
@@ -281,7 +330,7 @@ class Forward:
     def run_first(self) -> bool:
         """Run on the tensors of the call. Returns whether `run` may follow."""
         q, k, v, out, lse, place, terms, scales = self._given
-        parts = self._new_parts()
+        parts = self._slots.views(self._slots.buffer(self.device))
         config = self._split.config.launch
         arguments = (q, k, v, out, lse, parts, place, terms, scales, self._build)
         main = launch(_cache_attention_fwd_kernel, self._grid, config, arguments, self.device)
@@ -304,7 +353,8 @@ class Forward:
         """The same on other tensors: addresses in place of tensors, and no look-up."""
         assert self._compiled is not None
         sq, sk, sv, so, sl = self._strides
-        parts = self._new_parts()
+        buffer = self._slots.buffer(self.device)
+        partials = self._slots.addresses(buffer.data_ptr())
         place = (
             cache.lengths.data_ptr(), _address(cu), _address(cache.block_table),
             _address(cache.batch_index), None, None, None, _address(cache.starts), None,
@@ -316,7 +366,6 @@ class Forward:
         scales = (_address(cache.k_scale), _address(cache.v_scale), *self._scales)
         to = (out.data_ptr(), *so)
         statistics = (_address(lse), *sl)
-        partials = (parts.out.data_ptr(), parts.state.data_ptr())
         main, combine = self._compiled
         relaunch(
             main, self._grid,
@@ -329,12 +378,6 @@ class Forward:
                 combine, self._combine_grid,
                 (to, statistics, partials, place, sinks_at, *self._tail), self.device,
             )  # fmt: skip
-
-    def _new_parts(self) -> Parts:
-        out = torch.empty(self._slots, dtype=torch.float32, device=self.device)
-        return Parts(
-            out, torch.empty((*self._slots[:3], 2), dtype=torch.float32, device=self.device)
-        )
 
 
 def cache_attention_fwd(call: CacheCall, out: Tensor, lse: Tensor) -> Forward | None:
@@ -351,6 +394,13 @@ def cache_attention_fwd(call: CacheCall, out: Tensor, lse: Tensor) -> Forward | 
         out.copy_(target)
         return None
     return forward if is_reusable else None
+
+
+def combine_tile(rows_per_unit: int, E: int) -> tuple[int, int, int]:
+    """Rows and parts that a program of the merge has at a time, and its columns."""
+    width = 1 << (E - 1).bit_length()
+    rows = 4 if rows_per_unit >= 16 else 1
+    return rows, max(2, min(16, 8192 // (rows * width))), width
 
 
 def _address(x: Tensor | None) -> int | None:

@@ -62,10 +62,12 @@ class CacheBuild(NamedTuple):
 
     dims, value_dims: head dims as `kernels/tiles.py` has them. is_shared: values are the first
     columns of the keys. group: query heads of a kv head. page: slots of a page, 0 where the cache
-    is contiguous. has_own: the window has an int offset of its own. singles: bit i where offsets,
-    lows or highs has one entry for all. is_folded, is_capped, bias_rows, precision: as in `Build`.
-    scales: of float8, NONE, HEAD or TOKEN; of_batch: `[B, G]`. is_fixed: see the module.
-    block_b: sequences that are summed over at a time; is_short: there are no more than that.
+    is contiguous. is_flat: pages are smaller than a tile and lie one behind the other, so that a
+    slot of all of them is a row. has_own: the window has an int offset of its own. singles: bit i
+    where offsets, lows or highs has one entry for all. is_folded, is_capped, bias_rows,
+    precision: as in `Build`. scales: of float8, NONE, HEAD or TOKEN; of_batch: `[B, G]`.
+    is_fixed: see the module. block_b: sequences that are summed over at a time; is_short: there
+    are no more than that.
     """
 
     dims: tuple[int, ...]
@@ -73,6 +75,7 @@ class CacheBuild(NamedTuple):
     is_shared: bool
     group: int
     page: int
+    is_flat: bool
     has_own: bool
     singles: int
     is_folded: bool
@@ -173,22 +176,25 @@ def n_sequences(place):
 
 @triton.jit
 def _quanta_at(place, start, count, BUILD: tl.constexpr):
-    """Quanta of each of the sequences from `start` on, and which of them there are."""
+    """Quanta and units of each of the sequences from `start` on, and which of them there are."""
     b = start + tl.arange(0, BUILD.block_b)
     exists = b < count
     work = work_of(place, sequence_of(place, b, exists, BUILD), BUILD)
-    return tl.where(exists, work.n_units * work.quanta, 0).to(tl.int64), exists
+    n_units = tl.where(exists, work.n_units, 0)
+    return (n_units * work.quanta).to(tl.int64), n_units, exists
 
 
 @triton.jit
 def share_of(place, team, n_teams, BUILD: tl.constexpr):
     """A team's share of the batch's quanta: its first, its end, the sequence that the first belongs
-    to, and that sequence's first. int64, but for the sequence."""
+    to, that sequence's first, all quanta, and how many teams share them. int64, but for the
+    sequence and the teams."""
     count = n_sequences(place)
     if BUILD.is_short:
         # All sequences at once: their lengths are read once.
-        quanta, exists = _quanta_at(place, 0, count, BUILD)
+        quanta, n_units, exists = _quanta_at(place, 0, count, BUILD)
         total = tl.sum(quanta, 0)
+        n_teams = teams_of(n_teams, tl.sum(n_units, 0))
         flat = share_start(team, total, n_teams)
         ends = tl.cumsum(quanta, 0)
         is_before = exists & (ends <= flat)
@@ -196,29 +202,31 @@ def share_of(place, team, n_teams, BUILD: tl.constexpr):
         first = tl.max(tl.where(is_before, ends, 0), 0)
     else:
         total = tl.zeros((), tl.int64)
+        units = 0
         for start in range(0, count, BUILD.block_b):
-            quanta, exists = _quanta_at(place, start, count, BUILD)
+            quanta, n_units, exists = _quanta_at(place, start, count, BUILD)
             total += tl.sum(quanta, 0)
+            units += tl.sum(n_units, 0)
+        n_teams = teams_of(n_teams, units)
         flat = share_start(team, total, n_teams)
         before = tl.zeros((), tl.int64)
         first = tl.zeros((), tl.int64)
         found = 0
         for start in range(0, count, BUILD.block_b):
-            quanta, exists = _quanta_at(place, start, count, BUILD)
+            quanta, _, exists = _quanta_at(place, start, count, BUILD)
             ends = before + tl.cumsum(quanta, 0)
             is_before = exists & (ends <= flat)
             found += tl.sum(is_before.to(tl.int32), 0)
             first = tl.maximum(first, tl.max(tl.where(is_before, ends, 0), 0))
             before += tl.sum(quanta, 0)
-    return flat, share_start(team + 1, total, n_teams), found, first
+    return flat, share_start(team + 1, total, n_teams), found, first, total, n_teams
 
 
 @triton.jit
 def find_unit(place, unit, BUILD: tl.constexpr):
-    """The sequence of a unit of the batch, its number there, the sequence's first quantum, and how
-    many quanta there are in all. The sequence is `n_sequences` where there is no such unit."""
+    """The sequence of a unit of the batch, its number there, and the sequence's first quantum. The
+    sequence is `n_sequences` where there is no such unit."""
     count = n_sequences(place)
-    total = tl.zeros((), tl.int64)
     first = tl.zeros((), tl.int64)
     units = 0
     before = 0
@@ -234,14 +242,21 @@ def find_unit(place, unit, BUILD: tl.constexpr):
         before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
         first += tl.sum(tl.where(is_before, quanta, 0), 0)
         units += tl.sum(n_units, 0)
-        total += tl.sum(quanta, 0)
-    return found, unit - before, first, total
+    return found, unit - before, first
+
+
+@triton.jit
+def teams_of(n_teams, n_units):
+    """How many teams share the work: so many for each unit where that leaves few without any, since
+    equal units then begin and end with shares."""
+    whole = n_teams - n_teams % tl.maximum(n_units, 1)
+    return tl.where(16 * whole >= 15 * n_teams, whole, n_teams)
 
 
 @triton.jit
 def share_start(team, total, n_teams):
-    """The first quantum of a team's share."""
-    return team.to(tl.int64) * total // n_teams
+    """The first quantum of a team's share; `total` of a team that has none."""
+    return tl.minimum(team, n_teams).to(tl.int64) * total // n_teams
 
 
 @triton.jit

@@ -22,8 +22,7 @@ from ..kernels.structs import decode
 from ..kernels.tiles import (
     _start,
     clean_rows,
-    dot_add,
-    dot_rows,
+    dot,
     scale_tile,
     zero_tile,
 )
@@ -46,10 +45,17 @@ class Parts(NamedTuple):
     """What is left of units that more than one program worked on: sums of weighted values, and the
     maximum and the sum of weights of each row. Not an out and an lse: an lse of 10 holds a weight
     to ten times the rounding.
+
+    notes: int64 `[teams, 8]` where parts are not fixed: a team's first quantum and its end, all
+    quanta, the teams that share them; then the end of the unit that it began and left to others
+    to finish, 0 where there is none, and that unit's sequence and tile. slots: how many there
+    are, coded.
     """
 
     out: Any
     state: Any
+    notes: Any
+    slots: Any
 
 
 class Rows(NamedTuple):
@@ -85,7 +91,8 @@ def _load_rows(
     base, offsets, mask, DIM: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     columns = START + tl.arange(0, WIDTH)
-    ptrs = base + offsets[:, None] + columns[None, :]
+    # Columns first: they stay where they are from tile to tile.
+    ptrs = (base + columns)[None, :] + offsets[:, None]
     if START + WIDTH > DIM:
         return tl.load(ptrs, mask=mask[:, None] & (columns < DIM)[None, :], other=0.0)
     else:
@@ -112,42 +119,77 @@ def store_rows(base, offsets, tile, mask, DIMS: tl.constexpr):
 
 
 @triton.jit
-def _convert(tile, like, DIMS: tl.constexpr):
-    """Float8 in the dtype of the queries, which holds all of its values."""
+def _convert(tile, DTYPE: tl.constexpr, DIMS: tl.constexpr):
     converted = ()
     for i in tl.static_range(len(DIMS) - 1):
-        converted = converted + (tile[i].to(like.dtype),)
+        converted = converted + (tile[i].to(DTYPE),)
     return converted
+
+
+@triton.jit
+def _in_fp16(tile, DIMS: tl.constexpr):
+    """Rows of bf16 in fp16, and the power of two that each was divided by: what is lost is
+    2^-25 of a row's largest."""
+    top = tl.max(tl.abs(tile[0].to(tl.float32)), 1)
+    for i in tl.static_range(1, len(DIMS) - 1):
+        top = tl.maximum(top, tl.max(tl.abs(tile[i].to(tl.float32)), 1))
+    power = power_of_two(top)
+    scaled = ()
+    for i in tl.static_range(len(DIMS) - 1):
+        scaled = scaled + ((tile[i].to(tl.float32) / power[:, None]).to(tl.float16),)
+    return scaled, power
+
+
+@triton.jit
+def power_of_two(x):
+    """The largest that is not above x >= 0; 1 for what is no normal number."""
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where((power > 0.0) & (power < float("inf")), power, 1.0)
 
 
 @triton.jit
 def rows_of_tile(place, b, t, mask, BUILD: tl.constexpr):
     """The rows or pages of a tile's keys, inside what there is, whatever the tables hold: one for
-    each key, or one for all where a page holds whole tiles."""
+    each key, or one for all where a page holds whole tiles; flat, the slots that pages begin at."""
     BLOCK_N: tl.constexpr = BUILD.block_n
+    # Rows that nobody owns come with a sequence that tables do not have.
+    is_real = b < decode(place.B)
     if BUILD.page > 0:
         table = place.table + b.to(tl.int64) * decode(place.width)
         if BUILD.page % BLOCK_N == 0:
             # A tile of a sequence is never behind its last page, but the next one may be.
             column = tl.minimum(t * BLOCK_N // BUILD.page, decode(place.width_in_use) - 1)
-            row = tl.load(table + column, mask=column >= 0, other=0)
+            row = tl.load(table + column, mask=is_real & (column >= 0), other=0)
         else:
             n = t * BLOCK_N + tl.arange(0, BLOCK_N)
             row = tl.load(table + n // BUILD.page, mask=mask, other=0)
     else:
         row = b
         if place.rows is not None:
-            row = tl.load(place.rows + b)
-    return tl.minimum(tl.maximum(row, 0), decode(place.storage) - 1).to(tl.int64)
+            row = tl.load(place.rows + b, mask=is_real, other=0)
+    row = tl.minimum(tl.maximum(row, 0), decode(place.storage) - 1)
+    if BUILD.is_flat:
+        row = row.to(tl.int32) * BUILD.page
+    return row
 
 
 @triton.jit
-def key_offsets(x, row, n, g, BUILD: tl.constexpr):
-    """Where keys n begin in k or v."""
+def load_keys(x, row, n, g, mask, DIMS: tl.constexpr, BUILD: tl.constexpr):
+    """Keys or values n, which lie in `row`."""
+    BLOCK_N: tl.constexpr = BUILD.block_n
+    base = x.ptr + g.to(tl.int64) * x.stride_h
     slot = n
     if BUILD.page > 0:
         slot = n % BUILD.page
-    return row * x.stride_b + slot.to(tl.int64) * x.stride_m + g.to(tl.int64) * x.stride_h
+    if BUILD.is_flat:
+        slot += row
+    elif (BUILD.page > 0) & (BUILD.page % BLOCK_N != 0):
+        return load_rows(
+            base, row.to(tl.int64) * x.stride_b + slot.to(tl.int64) * x.stride_m, mask, DIMS
+        )
+    else:
+        base += row.to(tl.int64) * x.stride_b
+    return load_rows(base, slot.to(tl.int64) * x.stride_m, mask, DIMS)
 
 
 @triton.jit
@@ -161,6 +203,34 @@ def _visible(place, seq, rows, bits, n, BUILD: tl.constexpr):
         bit = (bits[:, None] >> tl.maximum(own, 0).to(bits.dtype)) & 1
         seen = seen & ((own < 0) | ((own < decode(place.tree_bits)) & (bit == 1)))
     return seen
+
+
+@triton.jit
+def _added(a, b, acc, BUILD: tl.constexpr):
+    """acc + a b. A product of fp32 is summed by itself first: exact products are added one after
+    the other, and a long sum loses what several short ones keep."""
+    if (a.dtype == tl.float32) & (BUILD.precision == "ieee"):
+        # A number that is not 0 keeps the compiler from summing into acc all the same.
+        return acc + tl.dot(a, b, input_precision="ieee", max_num_imprecise_acc=1)
+    else:
+        return dot(a, b, acc, BUILD)
+
+
+@triton.jit
+def _scores(q_tile, k_tile, DIMS: tl.constexpr, BUILD: tl.constexpr):
+    product = dot(q_tile[0], tl.trans(k_tile[0]), None, BUILD)
+    for i in tl.static_range(1, len(DIMS) - 1):
+        product = _added(q_tile[i], tl.trans(k_tile[i]), product, BUILD)
+    return product
+
+
+@triton.jit
+def _add_values(p, v_tile, acc, VALUE_DIMS: tl.constexpr, BUILD: tl.constexpr):
+    p = p.to(v_tile[0].dtype)
+    total = ()
+    for i in tl.static_range(len(VALUE_DIMS) - 1):
+        total = total + (_added(p, v_tile[i], acc[i], BUILD),)
+    return total
 
 
 @triton.jit
@@ -200,34 +270,47 @@ def _segment(
         whole_stop = tl.minimum(whole_stop, seq.shift)
     t0 = tl.maximum(t0, start // BLOCK_N)
     t1 = tl.minimum(t1, tl.cdiv(stop, BLOCK_N))
+    # A GPU turns float8 into fp16, which holds all of it, and into bf16 by way of that.
+    DTYPE: tl.constexpr = tl.float32 if q_tile[0].dtype == tl.float32 else tl.float16
+    IS_FP16: tl.constexpr = q_tile[0].dtype != tl.float32
+    IS_SCALED: tl.constexpr = (BUILD.scales != NONE) & (q_tile[0].dtype == tl.bfloat16)
     k_factor = 1.0
     v_factor = 1.0
     if BUILD.scales == HEAD:
         of_batch = seq.index.to(tl.int64) * decode(scales.stride_b)
-        k_factor = tl.load(scales.k + of_batch + g)
-        v_factor = tl.load(scales.v + of_batch + g)
+        is_real = seq.index < decode(place.B)
+        k_factor = tl.load(scales.k + of_batch + g, mask=is_real, other=0.0)
+        v_factor = tl.load(scales.v + of_batch + g, mask=is_real, other=0.0)
+    if IS_SCALED:
+        q_tile, q_power = _in_fp16(q_tile, DIMS)
     # Looked up one tile ahead, so that no load of keys waits for its table.
     n = t0 * BLOCK_N + tl.arange(0, BLOCK_N)
     row = rows_of_tile(place, seq.index, t0, (n >= start) & (n < stop), BUILD)
     for t in range(t0, t1):
         n = t * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = (n >= start) & (n < stop)
-        k_tile = load_rows(k.ptr, key_offsets(k, row, n, g, BUILD), mask_n, DIMS)
+        k_tile = load_keys(k, row, n, g, mask_n, DIMS, BUILD)
         if BUILD.is_shared:
             v_tile = k_tile
         else:
-            v_tile = load_rows(v.ptr, key_offsets(v, row, n, g, BUILD), mask_n, VALUE_DIMS)
+            v_tile = load_keys(v, row, n, g, mask_n, VALUE_DIMS, BUILD)
         if BUILD.scales != NONE:
-            k_tile = _convert(k_tile, q_tile[0], DIMS)
-            v_tile = _convert(v_tile, q_tile[0], VALUE_DIMS)
-        s = dot_rows(q_tile, k_tile, DIMS, BUILD)
+            k_tile = _convert(k_tile, DTYPE, DIMS)
+            v_tile = _convert(v_tile, DTYPE, VALUE_DIMS)
+        s = _scores(q_tile, k_tile, DIMS, BUILD)
         if BUILD.scales == TOKEN:
             slot = n
             if BUILD.page > 0:
                 slot = n % BUILD.page
-            at = row * decode(scales.stride_b) + slot.to(tl.int64) * decode(scales.stride_n) + g
+            if BUILD.is_flat:
+                at = (row + slot).to(tl.int64) * decode(scales.stride_n) + g
+            else:
+                at = row.to(tl.int64) * decode(scales.stride_b) + g
+                at += slot.to(tl.int64) * decode(scales.stride_n)
             k_scale = tl.load(scales.k + at, mask=mask_n, other=0.0)
             s = s * k_scale[None, :]
+        if IS_SCALED:
+            s = s * (q_power * k_factor)[:, None]
         elif BUILD.scales == HEAD:
             s = s * k_factor
         if not BUILD.is_folded:
@@ -239,9 +322,17 @@ def _segment(
         )
         if BUILD.scales == TOKEN:
             v_scale = tl.load(scales.v + at, mask=mask_n, other=0.0)
+            if IS_FP16:
+                # Such a weight times a small scale is nothing in fp16: the tile's power of two
+                # stays outside the product.
+                power = power_of_two(tl.max(v_scale, 0))
+                v_scale = v_scale / power
+                rescale = rescale / power
             p = p * v_scale[None, :]
         acc = scale_tile(acc, rescale[:, None], VALUE_DIMS)
-        acc = dot_add(p, v_tile, acc, VALUE_DIMS, BUILD)
+        acc = _add_values(p, v_tile, acc, VALUE_DIMS, BUILD)
+        if (BUILD.scales == TOKEN) & IS_FP16:
+            acc = scale_tile(acc, power, VALUE_DIMS)
         if BUILD.page > 0:
             n += BLOCK_N
             row = rows_of_tile(place, seq.index, t + 1, (n >= start) & (n < stop), BUILD)
@@ -264,7 +355,16 @@ def _cache_attention_fwd_kernel(
     team = tl.program_id(0) // G
     g = tl.program_id(0) % G
     quantum = decode(place.quantum)
-    flat, end, b, first = share_of(place, team, tl.num_programs(0) // G, BUILD)
+    n_all = tl.num_programs(0) // G
+    flat, end, b, first, total, n_teams = share_of(place, team, n_all, BUILD)
+    if not BUILD.is_fixed:
+        if g == 0:
+            note = parts.notes + team * 8
+            tl.store(note, flat)
+            tl.store(note + 1, end)
+            tl.store(note + 2, total)
+            tl.store(note + 3, n_teams.to(tl.int64))
+            tl.store(note + 4, tl.zeros((), tl.int64))
     seq = sequence_of(place, b, b < n_sequences(place), BUILD)
     work = work_of(place, seq, BUILD)
     tile = (flat - first).to(tl.int32) // work.quanta
@@ -291,6 +391,12 @@ def _cache_attention_fwd_kernel(
         if IS_AHEAD:
             next_q = load_queries(q, next_seq, next_rows, IS_PACKED, DIMS)
         if has_work:
+            if not BUILD.is_fixed:
+                if (chunk == 0) & (count < work.quanta) & (g == 0):
+                    note = parts.notes + team * 8
+                    tl.store(note + 4, flat + work.quanta)
+                    tl.store(note + 5, b.to(tl.int64))
+                    tl.store(note + 6, tile.to(tl.int64))
             t0 = work.begin + chunk * quantum
             acc, row_max, row_sum = _segment(
                 q_tile, k, v, place, terms, scales, seq, rows, tile, g, t0, t0 + count * quantum,
@@ -308,7 +414,8 @@ def _cache_attention_fwd_kernel(
                 if lse.ptr is not None:
                     store_lse(lse, seq, rows, row_lse)
             else:
-                slot = flat
+                # Where offsets of queries are not what they should be there are units beyond.
+                slot = tl.minimum(flat, decode(parts.slots) - 1)
                 if not BUILD.is_fixed:
                     # A share has two units at most that others work on too.
                     slot = team.to(tl.int64) * 2 + tl.where(chunk == 0, 1, 0)

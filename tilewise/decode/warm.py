@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,10 @@ _MOST_KEPT = 1024
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _kept: dict[tuple[Any, ...], Any] = {}
 _keeping = threading.Lock()
+# Asking `os.environ` itself encodes the name each time, which takes as long as a tensor's form.
+_environment: Any = getattr(os.environ, "_data", os.environ)
+_CHECK: Any = os.environ.encodekey("TILEWISE_CHECK") if _environment is not os.environ else ""
+_ON: Any = os.environ.encodevalue("1") if _environment is not os.environ else "1"
 
 
 class Given(NamedTuple):
@@ -45,17 +50,34 @@ def key_of(
     mask_key = mask.key
     if mask_key is None or torch._C._len_torch_dispatch_stack() > 0:
         return None
-    if os.environ.get("TILEWISE_CHECK") == "1":
+    if _environment.get(_CHECK) == _ON:
         return None
-    if torch.is_grad_enabled() and (q.requires_grad or cache.k.requires_grad):
+    learned = (q, cache.k, cache.v, given.alibi_slopes, given.sinks)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         return None
     # Written out: this is the way of every warm call.
+    cu, slopes, sinks, out, wants_lse = given
     return (
-        _form(q), _form(cache.k), _form(cache.v), _form(cache.lengths), _form(cache.block_table),
-        _form(cache.batch_index), _form(cache.starts), _form(cache.k_scale),
-        _form(cache.v_scale), _form(given.cu_seqlens_q), _form(given.alibi_slopes),
-        _form(given.sinks), _form(given.out), given.wants_lse, cache.is_latent, mask_key, *numbers,
+        _form(q), _cache_form(cache), None if cu is None else _form(cu),
+        None if slopes is None else _form(slopes), None if sinks is None else _form(sinks),
+        None if out is None else _form(out), wants_lse, mask_key, *numbers,
     )  # fmt: skip
+
+
+def _cache_form(cache: KVCache) -> Any:
+    """The cache's own part of a key, kept with it for as long as its tensors are the same."""
+    k, v, lengths, table = cache.k, cache.v, cache.lengths, cache.block_table
+    tensors = (
+        k, v, lengths, table, cache.batch_index, cache.starts, cache.k_scale, cache.v_scale,
+    )  # fmt: skip
+    # Another storage under the same tensor has another address.
+    places = (k.data_ptr(), v.data_ptr(), lengths.data_ptr(), table is None or table.data_ptr())
+    seen = cache.__dict__.get("_form")
+    if seen is not None and seen[1] == places and all(map(is_, seen[0], tensors)):
+        return seen[2]
+    form = (*map(_form, tensors), cache.is_latent)
+    cache.__dict__["_form"] = (tensors, places, form)
+    return form
 
 
 def _form(x: Tensor | None) -> Any:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.autocast import under_autocast
 from ..core.backends import BackendChoice, check_backend_name
+from ..core.first_derivative import refuse_tangents
 from ..core.mask import Mask
 from ..core.mask_leaves import full
 from ..core.partials import Partial
@@ -22,7 +24,7 @@ from ..core.shapes import accumulator_of, check_same_device, check_shapes
 from . import torch_flash, warm
 from .checks import PLACEMENT, check_are_tensors, check_buffers, check_call
 from .choice import BACKENDS, choose, explain
-from .ops import Arguments, Attention, check_contents
+from .ops import Arguments, Attention, check_contents, dtype_for_backward
 from .piece import Piece
 
 _FULL = full()
@@ -66,10 +68,11 @@ def attention(
     Returns: `[B, M, H, E]` in q's dtype. A query that sees no key gives 0 and has gradient 0.
     Raises: ValueError for arguments that do not fit, NotImplementedError for what no chosen
         backend can do; before anything is read or written.
-    Cost: 4 B H M N D flops over the visible tiles, backward 2.5 times that. Extra memory: an lse
-        `[B, H, M]` and a few tiles; backward, fp32 buffers of dq, dk and dv on "tiled". Where a
-        bias, slopes or sinks learn, out is kept in fp32 too. On GPUs inputs whose rows do not
-        start at multiples of 16 elements are copied.
+    Cost: 4 B H M N D flops over the visible tiles, backward 2.5 times that (3.5 times on "triton",
+        4 above head dim 128). Extra memory: an lse `[B, H, M]` and a few tiles; backward, fp32
+        buffers of dq, dk and dv on "tiled", of dq on "hopper", and where a bias, slopes or sinks
+        learn, out in fp32 on "tiled". On GPUs inputs whose rows do not start at multiples of 16
+        elements are copied.
     Deterministic: the forward always; the backward where asked to be, and on every backend but
         "hopper" always.
     Source: FlashAttention-2 (arXiv 2307.08691); the oracle is
@@ -256,6 +259,7 @@ def attention_partial_backward(
     cu_seqlens_k: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    deterministic: bool = False,
     backend: str = "auto",
 ) -> None:
     """Gradients of one piece of a larger softmax, added into buffers that the caller owns.
@@ -271,13 +275,16 @@ def attention_partial_backward(
             `delta = rowsum(dout * out) - dlse`.
         dq, dk, dv: fp32 (fp64 for fp64 inputs), shaped as q, k, v; added to, never overwritten.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: of a packed piece.
-    Raises: as `attention_partial`.
-    Cost: 10 B H M N D flops over the visible tiles; a few tiles of extra memory.
-    Deterministic: always.
+        deterministic, backend: as for `attention`.
+    Raises: as `attention_partial`, and NotImplementedError for the reference backend, which owns no
+        buffers.
+    Cost: 10 B H M N D flops over the visible tiles (14 on "triton", 16 above head dim 128); a few
+        tiles of extra memory, on "hopper" an fp32 buffer of dq.
+    Deterministic: where asked to be, and on every backend but "hopper" always.
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
     op = "attention_partial_backward"
-    terms = _terms(scale, softcap, alibi_slopes, None, None, 0.0)
+    terms = _terms(scale, softcap, alibi_slopes, None, None, 0.0, deterministic)
     placement = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -287,8 +294,9 @@ def attention_partial_backward(
         "k_start": k_start,
     }
     buffers = {"dq": dq, "dk": dk, "dv": dv}
-    check_are_tensors(op, {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta})
-    check_buffers(op, buffers)
+    inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta}
+    check_are_tensors(op, inputs)
+    check_buffers(op, buffers, inputs)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
     chosen = _settle(op, backend, piece)
@@ -343,7 +351,7 @@ def explain_backend(
         if name not in PLACEMENT:
             raise TypeError(f"explain_backend: no call of attention knows the argument {name!r}.")
     check_are_tensors("attention", {"q": q, "k": k, "v": v})
-    q, k, v = _autocast(q, k, v)
+    q, k, v = under_autocast(q, k, v)
     arguments = check_call("attention", q, k, v, mask, _terms(**values), options)
     piece = Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms)
     choice = explain("attention", backend, piece)
@@ -364,7 +372,7 @@ def _terms(
     bias: Tensor | None,
     sinks: Tensor | None,
     dropout_p: float,
-    deterministic: bool = False,
+    deterministic: bool,
 ) -> dict[str, Any]:
     return {
         "scale": scale,
@@ -392,7 +400,7 @@ def _attend(
 ) -> Partial:
     key = None
     if not placement and not torch.compiler.is_compiling() and backend in warm.BACKENDS:
-        key = warm.key_of(q, k, v, mask, terms, out_dtype, backend)
+        key = warm.key_of(q, k, v, mask, terms, out_dtype, backend, _learns(q, k, v))
         found = warm.find(key)
         if found is not None:
             return _run_warm(q, k, v, found, out_dtype or q.dtype, is_partial)
@@ -408,7 +416,7 @@ def _attend(
             )
 
         return attend_sharded(op, run_local, q, k, v, mask, terms, placement)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = under_autocast(q, k, v)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     out_dtype = q.dtype if out_dtype is None else out_dtype
     if out_dtype not in _OUT_DTYPES:
@@ -419,20 +427,23 @@ def _attend(
         arguments = arguments._replace(rng=draw_rng(q.device))
     if name == "reference":
         return _run_reference(q, k, v, mask, arguments, out_dtype)
-    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
-        # Without this the tangents would be dropped, silently.
-        raise NotImplementedError(
-            f"{op}: forward-mode derivatives are not implemented on this backend; "
-            "backend='reference' has them."
-        )
+    refuse_tangents(op)
     if name == "tiled" and not torch_flash.is_enabled():
         name = "tiled(own)"
     # Decided here, once, so that the backward does as the forward did.
     arguments = arguments._replace(backend=name)
     result = Partial(*_run_op(q, k, v, arguments, out_dtype, is_partial))
     # Only what has run serves calls after it.
-    warm.keep(key, q, k, v, arguments, out_dtype)
+    stored = dtype_for_backward(q.dtype) if _learns(q, k, v) else out_dtype
+    warm.keep(key, q, k, v, arguments, stored)
     return result
+
+
+def _learns(*tensors: Any) -> bool:
+    """Whether one has a gradient that is wanted; anything may be asked."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in tensors
+    )
 
 
 def _run_op(
@@ -446,7 +457,7 @@ def _run_op(
         out, lse = mapped(q, k, v, *arguments[:3], arguments[3:], out_dtype)
         return out.to(out_dtype), lse
     learned: tuple[Tensor | None, ...] = (q, k, v, *arguments[:3])
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
+    if _learns(*learned):
         if torch.compiler.is_compiling():
             learned, arguments = _distinct(learned, arguments)
         run: Any = Attention.apply
@@ -474,7 +485,7 @@ def _run_warm(
     q: Tensor, k: Tensor, v: Tensor, found: warm.Warm, out_dtype: torch.dtype, is_partial: bool
 ) -> Partial:
     """Run a call that is like one before it."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if _learns(q, k, v):
         run: Any = Attention.apply
         rest = found.arguments[3:]
         return Partial(*run(q, k, v, None, None, None, rest, out_dtype, is_partial, found))
@@ -518,16 +529,3 @@ def _settle(op: str, backend: str, piece: Piece) -> str:
         check_backend_name(op, backend, BACKENDS)
         return backend
     return choose(op, backend, piece)
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast q, k and v go to its dtype, as torch's own matmuls do; fp64 stays."""
-    device = q.device.type
-    # torch knows no autocast for meta tensors, and 2.11 cannot trace the question whether it does.
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    q, k, v = (
-        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)
-    )
-    return q, k, v

@@ -35,7 +35,10 @@ _SHAPE: Shape = (2, 67, 149, 6, 2, 16, 16)
 
 @dataclass(frozen=True)
 class Recipe:
-    """One case before its tensors are drawn. shape: B, M, N, H, G, D, E; tensors: their shapes."""
+    """One case before its tensors are drawn.
+
+    shape: B, M, N, H, G, D, E; tensors: their shapes. factor: of q and k. mean: of k and v.
+    """
 
     name: str
     shape: Shape = _SHAPE
@@ -44,6 +47,7 @@ class Recipe:
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
     layout: str = "contiguous"
     factor: float = 1.0
+    mean: float = 0.0
 
 
 def _random_blocks() -> Mask:
@@ -159,11 +163,22 @@ PIECES = (
 )
 
 
+# Where rounding shows: dS of a row's only key is 0, and the sum of a row's dS too, which matters
+# where keys and values have a mean.
+ROUNDING = (
+    Recipe("window(0, 0)", mask=lambda: window(0, 0)),
+    Recipe("k and v of mean 3", _LONG, mean=3.0),
+    Recipe("k and v of mean -2, causal, D 64", (1, 300, 300, 2, 1, 64, 64), causal, mean=-2.0),
+)
+PACKED_ROUNDING = (Recipe("k and v of mean 3", _PACKED, mean=3.0),)
+
+
 def cases(op: str, dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Every case of a dense op, tensors drawn from a fixed seed."""
-    recipes = PACKED if "varlen" in op else DENSE
-    if op.endswith("partial"):
-        recipes = (*recipes, *PIECES) if "varlen" not in op else recipes
+    pieces = PIECES if op.endswith("partial") else ()
+    recipes = (*DENSE, *pieces, *ROUNDING)
+    if "varlen" in op:
+        recipes = (*PACKED, *PACKED_ROUNDING)
     return [_draw(op, recipe, dtype, device, seed) for seed, recipe in enumerate(recipes)]
 
 
@@ -181,6 +196,8 @@ def _draw(op: str, recipe: Recipe, dtype: torch.dtype, device: torch.device, see
     tensors = {name: draw(*shape, dtype=dtype) for name, shape in shapes.items()}
     for name in ("q", "k"):
         tensors[name] *= recipe.factor
+    for name in ("k", "v"):
+        tensors[name] += recipe.mean
     tensors = _LAYOUTS[recipe.layout](tensors)
     for name, shape in recipe.tensors.items():
         tensors[name] = draw(*shape).abs() if name == "alibi_slopes" else draw(*shape)

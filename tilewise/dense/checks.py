@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from ..core.mask import Mask
-from ..core.shapes import check_broadcastable, check_same_device, check_same_dtype, check_shapes
+from ..core.shapes import (
+    check_broadcastable,
+    check_same_device,
+    check_same_dtype,
+    check_shapes,
+    is_integer,
+)
 from .choice import torch_wants_determinism
 from .ops import Arguments
 
@@ -43,7 +49,7 @@ def check_call(
             f"got {type(mask).__name__}; numbers to add to the scores go to bias=."
         )
     scale = dims["D"] ** -0.5 if terms["scale"] is None else terms["scale"]
-    _check_numbers(op, scale, terms["softcap"], terms["dropout_p"])
+    check_numbers(op, scale, terms["softcap"], terms["dropout_p"])
     bias = terms["bias"]
     if bias is not None:
         bias = _check_bias(op, bias, dims, placement)
@@ -89,12 +95,25 @@ def check_are_tensors(op: str, tensors: dict[str, Any]) -> None:
             raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
 
 
-def check_buffers(op: str, buffers: dict[str, Any]) -> None:
+def check_buffers(op: str, buffers: dict[str, Any], inputs: dict[str, Tensor]) -> None:
     """What is added to must have a place of its own for each element."""
     check_are_tensors(op, buffers)
     for name, x in buffers.items():
         if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
             raise ValueError(f"{op}: {name} must not be expanded, got strides {list(x.stride())}.")
+        for other, y in (inputs | buffers).items():
+            if other != name and _start_alike(x, y):
+                raise ValueError(
+                    f"{op}: {name} must have memory of its own, got that of {other} too."
+                )
+
+
+def _start_alike(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have their first element in common."""
+    if 0 in (x.numel(), y.numel()) or torch.compiler.is_compiling():
+        return False
+    is_one = x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    return is_one and x.storage_offset() == y.storage_offset()
 
 
 def _check_tensors(
@@ -155,11 +174,14 @@ def _check_per_batch(op: str, name: str, tensor: Tensor, B: int) -> None:
         raise ValueError(f"{op}: {name} must be [B] = [{B}], got {list(tensor.shape)}.")
 
 
-def _check_numbers(op: str, scale: float, softcap: float | None, dropout_p: float) -> None:
+def check_numbers(op: str, scale: float, softcap: float | None, dropout_p: float = 0.0) -> None:
+    """Of scores and dropout, as kernels can hold them."""
     numbers = {"scale": scale, "softcap": softcap or 1.0, "dropout_p": dropout_p}
     for name, x in numbers.items():
         if not torch.compiler.is_compiling() and not hasattr(x, "__float__"):
             raise ValueError(f"{op}: {name} must be a number, got {x!r}.")
+        if isinstance(x, Tensor) and x.numel() != 1:
+            raise ValueError(f"{op}: {name} must be a number, got {list(x.shape)}.")
     # Comparisons, not math.isfinite: torch.compile may hold these as symbols.
     # Both are fp32 numbers in the kernels: what fp32 cannot hold is refused, not rounded to inf.
     largest, smallest = 1e38, 1e-37
@@ -199,7 +221,7 @@ def _check_max_seqlens(op: str, placement: dict[str, Any]) -> list[int]:
     if given == [None, None]:
         return []
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
-        if value is not None and (isinstance(value, (float, str)) or value < 0):
+        if value is not None and (not is_integer(value) or value < 0):
             raise ValueError(f"{op}: {name} must be an int >= 0, got {value!r}.")
     return [-1 if value is None else int(value) for value in given]
 
@@ -212,7 +234,7 @@ def _check_starts(
         return [], []
     given: list[int | Tensor] = [0 if start is None else start for start in starts]
     if not any(isinstance(start, Tensor) for start in given):
-        if any(isinstance(start, (float, str)) or not 0 <= start < 1 << 31 for start in given):
+        if any(not is_integer(start) or not 0 <= start < 1 << 31 for start in given):
             raise ValueError(f"{op}: q_start and k_start must be ints in [0, 2^31), got {given}.")
         return [start for start in given if not isinstance(start, Tensor)], []
     tensors = []

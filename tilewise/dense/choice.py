@@ -96,8 +96,6 @@ def why_not_hopper(piece: Piece) -> str:
     )
 
 
-# The hopper backward's tiles of wider heads do not fit in shared memory.
-_LARGEST_BACKWARD_DIM = 128
 # Where a sum has no more keys than these, the rounding of O and P does not average out.
 FEW_KEYS = 128
 # Scales that fp32 does not round to 0, and that do not turn the scores around.
@@ -109,17 +107,10 @@ def why_not_hopper_backward(piece: Piece, learned: Sequence[bool]) -> str:
 
     learned: whether bias, slopes and sinks want a gradient.
     """
-    terms = piece.terms
-    if terms.is_deterministic:
-        return "adds dQ up in any order"
-    if max(piece.q.shape[-1], piece.v.shape[-1]) > _LARGEST_BACKWARD_DIM:
-        return f"takes head dims up to {_LARGEST_BACKWARD_DIM}"
-    if any(learned) or terms.softcap is not None or terms.alibi_slopes is not None:
-        return "takes no softcap, no ALiBi and no sinks that learn"
-    if terms.scale <= LEAST_SCALE:
-        return "takes scales above 0"
+    if any(learned[:2]):
+        return "takes no slopes that learn"
     if piece.k.shape[-3] <= FEW_KEYS or 0 in piece.q.shape:
-        return "takes more keys than a tile has"
+        return f"needs more than {FEW_KEYS} keys"
     return ""
 
 
@@ -189,8 +180,9 @@ def _explain_auto(piece: Piece, name: str, problems: tuple[str, str], where: str
         rejected["tiled"] = "plain torch tiles are slower on a GPU"
     if name == "hopper":
         rejected["triton"] = "its kernels are slower on this GPU"
-        sinks = piece.terms.sinks
-        why_not = why_not_hopper_backward(piece, [sinks is not None and sinks.requires_grad])
+        extras = (piece.terms.bias, piece.terms.alibi_slopes, piece.terms.sinks)
+        learned = [x is not None and x.requires_grad for x in extras]
+        why_not = why_not_hopper_backward(piece, learned)
         whose = f"Triton's the backward, since Hopper's {why_not}," if why_not else "the backward,"
         reason = f"Hopper's own kernels run the forward here, and {whose} on {where}"
         return BackendChoice(name, reason, rejected)

@@ -3,36 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..core.mask import UNBOUNDED
 from ..kernels.launch import Config, Launch
 from ..kernels.structs import Operand, absent, code
-from . import hopper_backward, hopper_rows
-from .hopper_backward import BackwardBuild
-from .hopper_config import backward_config, tile_dim
+from . import (
+    hopper_backward,
+    hopper_backward_common,
+    hopper_producer,
+    hopper_query_backward,
+    hopper_rows,
+    hopper_wide_backward,
+)
+from .hopper_backward_common import BackwardBuild, Heads
+from .hopper_call import L2_BYTES
+from .hopper_config import backward_config, query_config, tile_dim
 from .hopper_descriptors import describe_numbers, describe_tiles, spread
 from .hopper_producer import SpanBuild
+from .hopper_query_backward import Numbers, Outputs, QueryBuild
 from .piece import Piece
 from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows, new_rows
+from .triton_placement import DOCUMENTS, PACKED
 
-_M, _N = hopper_backward.BLOCK_M.value, hopper_backward.BLOCK_N.value
+# Rows of a block, and keys of a tile.
+_M, _ROWS = hopper_backward_common.BLOCK_M.value, hopper_producer.ROWS.value
 _COLUMNS = hopper_backward.BUFFER_COLUMNS.value
+# Head dims up to which dK and dV of two tiles of keys fit into registers.
+_WIDEST_OF_ONE_PASS = 128
 
 
 def attention_gradients(
-    call: TritonCall, upstream: tuple[Tensor, Tensor | None], result: tuple[Tensor, Tensor]
+    call: TritonCall,
+    upstream: tuple[Tensor, Tensor | None],
+    result: tuple[Tensor, Tensor],
+    wanted: Sequence[bool],
 ) -> list[Tensor]:
-    """Gradients of q, k and v, in their dtypes.
-
-    upstream: dout `[B, M, H, E]`, and dlse `[B, H, M]` or None. result: out and lse.
-    """
+    """See `triton_backward.attention_gradients`; bias and slopes have none."""
     (dout, dlse), (out, lse) = upstream, result
     inputs = (call.piece.q, call.piece.k, call.piece.v)
     gradients = [new_rows(x.shape, x.dtype, x.device) for x in inputs]
     dlse = None if dlse is None else contiguous_statistics(dlse)
-    _launch(call, align_rows(out), dout, (lse, dlse), gradients)
-    return [cut_rows(grad, x.shape[-1]) for grad, x in zip(gradients, inputs, strict=True)]
+    # All there is in the gradient of a sink is delta, which `out` is too rounded for.
+    sums = torch.empty_like(lse) if wanted[2] else None
+    _Backward(call, dout, gradients, sums=sums).run(align_rows(out), lse, dlse)
+    extras = [lse.new_empty(0) for _ in range(3)]
+    if sums is not None and call.piece.terms.sinks is not None:
+        extras[2] = _sink_gradient(call.piece.terms.sinks, lse, dlse, sums)
+    cut = (cut_rows(grad, x.shape[-1]) for grad, x in zip(gradients, inputs, strict=True))
+    return [*cut, *extras]
+
+
+def _sink_gradient(sinks: Tensor, lse: Tensor, dlse: Tensor | None, sums: Tensor) -> Tensor:
+    """sums: rowsum(P dP) `[B, H, M]`."""
+    delta = sums if dlse is None else sums - dlse
+    shares = torch.exp(sinks.float()[:, None] - lse) * delta
+    # A row that nobody owns has no sink.
+    return -torch.where(lse.isneginf(), 0.0, shares).sum((0, 2)).to(sinks.dtype)
 
 
 def attention_bwd(
@@ -41,78 +71,163 @@ def attention_bwd(
     """See `triton_backward.attention_bwd`."""
     # A buffer whose rows are not aligned is added to in a copy.
     targets = [align_rows(x) for x in buffers]
-    statistics = contiguous_statistics(lse), contiguous_statistics(-delta)
-    _launch(TritonCall(piece), None, dout, statistics, targets, is_added=True)
+    backward = _Backward(TritonCall(piece), dout, targets, is_added=True)
+    backward.run(None, contiguous_statistics(lse), contiguous_statistics(-delta))
     for buffer, target in zip(buffers, targets, strict=True):
         if buffer is not target:
             buffer.copy_(target[..., : buffer.shape[-1]])
 
 
-def _launch(
-    call: TritonCall,
-    out: Tensor | None,
-    dout: Tensor,
-    statistics: tuple[Tensor, Tensor | None],
-    gradients: Sequence[Tensor],
-    *,
-    is_added: bool = False,
-) -> None:
-    """Write gradients of q, k and v, or add to them.
+class _Backward:
+    """One call's gradients of q, k and v, written or added to."""
 
-    out: where delta comes of it; else it is -dlse. statistics: lse and dlse.
-    """
-    (lse, dlse), (dq, dk, dv) = statistics, gradients
-    piece = call.piece
-    q, k, v = (spread(x) for x in call.tensors)
-    dout = spread(align_rows(dout.to(piece.q.dtype)))
-    dim, value_dim = tile_dim(piece.q.shape[-1]), tile_dim(piece.v.shape[-1])
-    config = backward_config(dim, value_dim)
-    by_rows, by_keys = call.plan_rows(config.launch), call.plan_keys(config.launch)
-    n_blocks, place = by_rows.n_programs, by_rows.call.place
-    rows = lse.new_empty(n_blocks * 2 * _M)
-    buffer = lse.new_empty(n_blocks * _M * dim // _COLUMNS, _COLUMNS)
-    # What is added to is read and written by rows.
-    by_tma = (k, v) if is_added else (dk, dv)
-    descriptors = (
-        describe_tiles(q, _M, dim),
-        describe_tiles(k, _N // 2, dim),
-        describe_tiles(v, _N // 2, value_dim),
-        describe_tiles(dout, _M, value_dim),
-        describe_numbers(rows, [2 * _M]),
-        describe_numbers(buffer, [_M * dim // 2 // _COLUMNS, _COLUMNS]),
-        describe_tiles(by_tma[0], _N // 2, dim),
-        describe_tiles(by_tma[1], _N // 2, value_dim),
-    )
-    build = BackwardBuild(
-        dim, value_dim, call.place_kind, SpanBuild(call.mask_kind, _M, _N),
-        config.slots, config.keeps_keys, config.registers, dk.shape[-1], dv.shape[-1], is_added,
-    )  # fmt: skip
-    by_block = Config(_M, 0, 4, 1)
-    operands = call.operand(dk), call.operand(dv)
-    outs = (dout,) if out is None else (out, dout)
-    call.launch_together(
-        [
-            Launch(
-                hopper_rows._attention_bwd_hopper_prepare_kernel, (n_blocks,), by_block,
-                (
-                    absent(Operand) if out is None else call.operand(out), call.operand(dout),
-                    call.statistics(lse), call.statistics(dlse), rows, buffer, place, dim,
-                    call.dims[1], call.place_kind, call.is_wide(*outs),
-                ),
-                (None if out is None else out.dtype, dlse is None, call.layout_tag(*outs)),
+    def __init__(
+        self,
+        call: TritonCall,
+        dout: Tensor,
+        gradients: Sequence[Tensor],
+        *,
+        sums: Tensor | None = None,
+        is_added: bool = False,
+    ) -> None:
+        """sums: where rowsum(P dP) of each row `[B, H, M]` is written, if it is wanted."""
+        self._call, self._is_added, self._sums = call, is_added, sums
+        self._dq, self._dk, self._dv = gradients
+        self._q, self._k, self._v = (spread(x) for x in call.tensors)
+        self._dout = spread(align_rows(dout.to(call.piece.q.dtype)))
+        self._dims = tile_dim(call.piece.q.shape[-1]), tile_dim(call.piece.v.shape[-1])
+        self._config = backward_config(*self._dims)
+        self._is_wide = max(self._dims) > _WIDEST_OF_ONE_PASS
+        # Where dQ is added up by whoever comes, its rows have no owner.
+        needs_owners = call.piece.terms.is_deterministic or sums is not None
+        self._is_one_pass = not (self._is_wide or needs_owners)
+        self._by_rows = call.plan_rows(self._config.launch)
+        self._n_blocks = self._by_rows.n_programs
+        self._rows = self._dout.new_empty(self._n_blocks * 2 * _M, dtype=torch.float32)
+
+    def run(self, out: Tensor | None, lse: Tensor, dlse: Tensor | None) -> None:
+        """out: where delta comes of it; else it is -dlse."""
+        if self._is_one_pass:
+            dim = self._dims[0]
+            buffer = self._rows.new_empty(self._n_blocks * _M * dim // _COLUMNS, _COLUMNS)
+            columns = describe_numbers(buffer, [_M * dim // 2 // _COLUMNS, _COLUMNS])
+            first, last = self._prepare(out, lse, dlse, buffer, dim), self._finish(buffer)
+        else:
+            columns = None
+            first, last = self._prepare(out, lse, dlse, self._rows, 0), self._queries()
+        self._call.launch_together([first, self._keys(columns), last])
+
+    def _prepare(
+        self, out: Tensor | None, lse: Tensor, dlse: Tensor | None, buffer: Tensor, dim: int
+    ) -> Launch:
+        """dim: of dQ in the buffer, 0 for none."""
+        call, dout = self._call, self._dout
+        outs = (dout,) if out is None else (out, dout)
+        return Launch(
+            hopper_rows._attention_bwd_hopper_prepare_kernel,
+            (self._n_blocks,),
+            Config(_M, 0, 4, 1),
+            (
+                absent(Operand) if out is None else call.operand(out), call.operand(dout),
+                call.statistics(lse), call.statistics(dlse), self._rows, buffer,
+                self._by_rows.call.place, dim, call.dims[1], call.place_kind, call.is_wide(*outs),
             ),
-            Launch(
-                hopper_backward._attention_bwd_hopper_kernel, (by_keys.n_programs,), config.launch,
-                (*descriptors, *operands, by_keys.call, code(n_blocks // call.H), build),
-                (is_added, *call.layout_tag(dk, dv)) if is_added else (),
+            (None if out is None else out.dtype, dlse is None, call.layout_tag(*outs)),
+        )  # fmt: skip
+
+    def _keys(self, buffer: Any) -> Launch:
+        """dK and dV. buffer: the descriptor of the one that dQ is added up in, if it is."""
+        call, config, terms = self._call, self._config, self._call.piece.terms
+        (dim, value_dim), block_n = self._dims, config.launch.block_n
+        plan = call.plan_keys(config.launch)
+        # What is added to is read and written by rows.
+        by_tma = (self._k, self._v) if self._is_added else (self._dk, self._dv)
+        build = BackwardBuild(
+            dim, value_dim, call.place_kind, SpanBuild(call.mask_kind, _M, block_n),
+            call.is_folded, terms.softcap is not None, terms.alibi_slopes is not None,
+            self._is_one_pass, config.slots, config.keeps_keys, config.takes_turns,
+            config.registers,
+            self._dk.shape[-1], self._dv.shape[-1], self._is_added,
+        )  # fmt: skip
+        return Launch(
+            hopper_wide_backward._attention_bwd_hopper_wide_kernel
+            if self._is_wide
+            else hopper_backward._attention_bwd_hopper_kernel,
+            (plan.n_programs,),
+            config.launch,
+            (
+                describe_tiles(self._q, _M, dim),
+                describe_tiles(self._k, _ROWS, dim),
+                describe_tiles(self._v, _ROWS, value_dim),
+                describe_tiles(self._dout, _M, value_dim),
+                describe_numbers(self._rows, [2 * _M]),
+                buffer,
+                describe_tiles(by_tma[0], _ROWS, dim),
+                describe_tiles(by_tma[1], _ROWS, value_dim),
+                call.operand(self._dk), call.operand(self._dv), plan.call,
+                self._order(call.G, call.M * call.H // max(1, call.G)),
+                build,
             ),
-            Launch(
-                hopper_rows._attention_bwd_hopper_finish_kernel, (n_blocks,), by_block,
-                (
-                    buffer, call.operand(dq), piece.terms.scale, place, dq.shape[-1], dim,
-                    call.place_kind, is_added,
-                ),
-                (is_added, *call.layout_tag(dq)) if is_added else (),
+            (self._is_one_pass, *self._tag(self._dk, self._dv)),
+        )  # fmt: skip
+
+    def _tag(self, *outputs: Tensor) -> tuple[bool, ...]:
+        """Of a launch that writes them by TMA, or adds to them by rows."""
+        return (True, *self._call.layout_tag(*outputs)) if self._is_added else ()
+
+    def _order(self, heads: int, rows: int) -> Heads:
+        """Of programs that own keys or rows of `heads` heads, and read `rows` rows for each (of Q
+        and dO, or of K and V): tiles that see most first, as far as those rows stay in L2."""
+        call, band = self._call, self._call.band
+        n_heads = heads * (1 if call.place_kind in (PACKED, DOCUMENTS) else call.B)
+        is_uneven = band is not None and (band.left < UNBOUNDED or band.right < UNBOUNDED)
+        head_bytes = max(1, rows * sum(self._dims) * self._q.element_size())
+        together = max(1, min(n_heads, L2_BYTES // head_bytes)) if is_uneven else 1
+        return Heads(code(n_heads), code(together), code(self._n_blocks // call.H))
+
+    def _finish(self, buffer: Tensor) -> Launch:
+        """dQ from the buffer."""
+        call, dq = self._call, self._dq
+        return Launch(
+            hopper_rows._attention_bwd_hopper_finish_kernel,
+            (self._n_blocks,),
+            Config(_M, 0, 4, 1),
+            (
+                buffer, call.operand(dq), call.piece.terms.scale, self._by_rows.call.place,
+                dq.shape[-1], self._dims[0], call.place_kind, self._is_added,
             ),
-        ]
-    )  # fmt: skip
+            self._tag(dq),
+        )  # fmt: skip
+
+    def _queries(self) -> Launch:
+        """dQ by programs that own its rows, and the sums."""
+        call, dq, terms, band = self._call, self._dq, self._call.piece.terms, self._call.band
+        dim, value_dim = self._dims
+        config = query_config(*self._dims)
+        plan = call.plan_rows(config.launch)
+        block_m, block_n = config.launch[:2]
+        assert band is not None
+        build = QueryBuild(
+            dim, value_dim, call.place_kind, SpanBuild(call.mask_kind, block_m, block_n),
+            SpanBuild(call.mask_kind, _ROWS, block_n),
+            band.left < UNBOUNDED or band.lows is not None,
+            call.is_folded, terms.softcap is not None, terms.alibi_slopes is not None,
+            self._sums is not None, config.k_slots, config.v_slots, config.registers,
+            dq.shape[-1], self._is_added,
+        )  # fmt: skip
+        return Launch(
+            hopper_query_backward._attention_bwd_hopper_query_kernel,
+            (plan.n_programs,),
+            config.launch,
+            (
+                describe_tiles(self._q, _ROWS, dim),
+                describe_tiles(self._k, block_n, dim),
+                describe_tiles(self._v, block_n, value_dim),
+                describe_tiles(self._dout, _ROWS, value_dim),
+                describe_tiles(self._q if self._is_added else dq, _ROWS, dim),
+                Outputs(call.operand(dq), call.statistics(self._sums)),
+                Numbers(self._rows, self._by_rows.call.place.table, code(self._n_blocks // call.H)),
+                plan.call, self._order(call.H, call.N * call.G // max(1, call.H)), build,
+            ),
+            (self._sums is not None, *self._tag(dq)),
+        )  # fmt: skip

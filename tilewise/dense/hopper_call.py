@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from .triton_placement import DOCUMENTS, PACKED
 _ROWS = hopper_producer.ROWS.value
 _KERNEL = hopper_forward._attention_fwd_hopper_kernel
 # Keys and values that heads which run together may take of the L2 cache.
-_L2_BYTES = 32 << 20
+L2_BYTES = 32 << 20
 
 
 class Forward:
@@ -46,7 +47,7 @@ class Forward:
         is_uneven = band is not None and (band.left < UNBOUNDED or band.right < UNBOUNDED)
         kv_bytes = max(1, call.N) * sum(dims) * q.element_size() * call.G // H or 1
         n_heads = H if call.place_kind in (PACKED, DOCUMENTS) else B * H
-        together = max(1, min(n_heads, _L2_BYTES // kv_bytes)) if is_uneven else 1
+        together = max(1, min(n_heads, L2_BYTES // kv_bytes)) if is_uneven else 1
         self._tickets = code(self._n_tiles), code(n_heads), code(together)
         self._layouts = tile_layout(dims[0]), tile_layout(dims[1])
         self._blocks = [1, 1, _ROWS, dims[0]], [1, 1, config.launch.block_n, dims[0]]
@@ -127,12 +128,12 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-# Of a device and stream; of a device, those that graphs may still take, and all of them: a graph
-# holds no reference to what it writes.
+# Of a device and stream; of a device, those that graphs and streams may still take, and all:
+# a graph holds no reference to what it writes.
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 _spare: dict[torch.device, list[Tensor]] = {}
 _all_spare: dict[torch.device, Tensor] = {}
-# Launches that graphs of a device may hold before each of the others zeroes a counter of its own.
+# Counters that graphs of a device may hold before each of their launches zeroes one of its own.
 _MOST_SPARE = 4096
 
 
@@ -149,10 +150,28 @@ def _counter(device: torch.device) -> Tensor:
         return spare.pop() if spare else torch.zeros(4, dtype=torch.int32, device=device)
     if device not in _spare:
         # Rows of 16 bytes, so that Triton compiles one kernel for all.
-        rows = torch.zeros(_MOST_SPARE, 4, dtype=torch.int32, device=device)
+        rows = _lasting_zeros(_MOST_SPARE, device)
         _spare[device], _all_spare[device] = list(rows.unbind()), rows
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = torch.zeros(4, dtype=torch.int32, device=device)
+        spare = _spare[device]
+        found = _counters[key] = spare.pop() if spare else _lasting_zeros(1, device)[0]
     return found
+
+
+def _lasting_zeros(n: int, device: torch.device) -> Tensor:
+    """int32 `[n, 4]`, there before what the current stream does next.
+
+    Made by a thread of its own. torch.compile's CUDA graphs warm up in a pool that takes all that
+    this thread allocates, and hand out again whatever they do not know of.
+    """
+
+    def make() -> Tensor:
+        zeros = torch.zeros(n, 4, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return zeros
+
+    with ThreadPoolExecutor(1, "tilewise") as worker:
+        return worker.submit(make).result()

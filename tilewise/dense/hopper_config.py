@@ -25,11 +25,21 @@ class ForwardConfig(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """See `hopper_backward.BackwardBuild`."""
+    """See `hopper_backward_common.BackwardBuild`."""
 
     launch: Config
     slots: int
     keeps_keys: bool
+    takes_turns: bool
+    registers: tuple[int, int]
+
+
+class QueryConfig(NamedTuple):
+    """See `hopper_query_backward.QueryBuild`."""
+
+    launch: Config
+    k_slots: int
+    v_slots: int
     registers: tuple[int, int]
 
 
@@ -66,6 +76,17 @@ def backward_config(dim: int, value_dim: int) -> BackwardConfig:
     """dim, value_dim: head dims as tiles hold them."""
     most, _ = _TWO
     launch, registers = Config(64, 128, 4, 1, most), (240, 24)
-    if max(dim, value_dim) <= 64:
-        return BackwardConfig(launch, 3, True, registers)
-    return BackwardConfig(launch, 2, False, registers)
+    width = max(dim, value_dim)
+    if width <= 64:
+        return BackwardConfig(launch, 3, True, False, registers)
+    if width <= 128:
+        return BackwardConfig(launch, 2, False, False, registers)
+    return BackwardConfig(Config(64, 64, 4, 1, most), 2, False, True, registers)
+
+
+def query_config(dim: int, value_dim: int) -> QueryConfig:
+    """dim, value_dim: head dims as tiles hold them."""
+    most, _ = _TWO
+    width = max(dim, value_dim)
+    slots = (4, 4) if width <= 128 else (2, 2) if dim + value_dim < 512 else (2, 1)
+    return QueryConfig(Config(128, 64, 4, 1, most), *slots, (240, 24))

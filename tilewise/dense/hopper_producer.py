@@ -152,16 +152,20 @@ def load_partition(q_desc, k_desc, v_desc, rings, call, tickets, BUILD: gl.const
 
 
 @gluon.jit
-def _locate(tickets, place, ticket, BUILD: gl.constexpr):
-    """The sequence, head and tile of a ticket: heads take turns in groups, late tiles first."""
-    n_heads = decode(tickets.n_heads)
-    together = decode(tickets.heads_together)
-    n_tiles = decode(place.n_tiles)
+def order_of(ticket, n_tiles, n_heads, together):
+    """Head and tile of a ticket: heads take turns in groups of `together`, tile by tile."""
     group = ticket // (together * n_tiles)
     rest = ticket - group * together * n_tiles
     size = gl.minimum(n_heads - group * together, together)
-    tile = n_tiles - 1 - rest // size
-    head = group * together + rest % size
+    return group * together + rest % size, rest // size
+
+
+@gluon.jit
+def _locate(tickets, place, ticket, BUILD: gl.constexpr):
+    """The sequence, head and tile of a ticket, late tiles first."""
+    n_tiles = decode(place.n_tiles)
+    head, tile = order_of(ticket, n_tiles, decode(tickets.n_heads), decode(tickets.heads_together))
+    tile = n_tiles - 1 - tile
     if BUILD.place >= PACKED:
         index = find_sequence(place, tile, FIRST_Q_TILE, 1)
         first = gl.load(place.table + index.to(gl.int64) * FIELDS + FIRST_Q_TILE)

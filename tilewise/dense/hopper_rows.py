@@ -36,11 +36,18 @@ def _locate(place, PLACE: tl.constexpr):
 
 
 @triton.jit
+def number_of_row(r):
+    """Where the number of a block's row r stands."""
+    return (r % 8 // 2) * 16 + (r // 8) * 2 + r % 2
+
+
+@triton.jit
 def _attention_bwd_hopper_prepare_kernel(
     out, dout, lse, dlse, rows_ptr, buffer_ptr, place,
     DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, PLACE: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of a block's rows, and zeros in its part of the buffer. DIM: columns of dQ there."""
+    """Numbers of a block's rows, and zeros in its part of the buffer. DIM: columns of dQ there, 0
+    where it is not added up in a buffer."""
     seq, h, m0, number = _locate(place, PLACE)
     r = tl.arange(0, _BLOCK)
     used, first = m0 + r < seq.q_used, seq.q_first + m0
@@ -56,11 +63,12 @@ def _attention_bwd_hopper_prepare_kernel(
     minus_inf = float("-inf")
     row_lse = tl.load(statistics_base(lse, seq.batch, first, h) + r, mask=used, other=minus_inf)
     is_empty = row_lse == minus_inf
-    numbers = rows_ptr + number * (2 * _BLOCK) + (r % 8 // 2) * 16 + (r // 8) * 2 + r % 2
+    numbers = rows_ptr + number * (2 * _BLOCK) + number_of_row(r)
     tl.store(numbers, tl.where(is_empty, float("inf"), row_lse * LOG2_E))
     tl.store(numbers + _BLOCK, tl.where(is_empty, 0.0, delta))
-    cells = buffer_ptr + number * (_BLOCK * DIM) + tl.arange(0, _BLOCK * DIM)
-    tl.store(cells, tl.zeros((_BLOCK * DIM,), tl.float32))
+    if DIM > 0:
+        cells = buffer_ptr + number * (_BLOCK * DIM) + tl.arange(0, _BLOCK * DIM)
+        tl.store(cells, tl.zeros((_BLOCK * DIM,), tl.float32))
 
 
 @triton.jit

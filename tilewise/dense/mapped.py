@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..core.shapes import accumulator_of
-from .ops import Arguments, library
+from .ops import Arguments, dtype_for_backward, library
 
 
 class MappedAttention(torch.autograd.Function):
-    """As `ops.Attention`, as transforms need it; out is wide where anything learns."""
+    """As `ops.Attention`, as transforms need it; out is as it was summed."""
 
     generate_vmap_rule = True
 
@@ -27,8 +26,7 @@ class MappedAttention(torch.autograd.Function):
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None,
         sinks: Tensor | None, rest: tuple[Any, ...], out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        learns = any(x is not None for x in (bias, slopes, sinks))
-        stored = accumulator_of(q.dtype) if learns else out_dtype
+        stored = dtype_for_backward(q.dtype)
         out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, stored)
         return out, lse
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.first_derivative import mark_first_derivatives
 from ..core.mask import Mask, raise_mask
 from ..core.positions import Positions
-from ..core.shapes import accumulator_of
+from ..core.shapes import accumulator_of, check_cu_seqlens
 from .choice import choose, why_not_hopper_backward
 from .piece import Piece, Terms
 
@@ -202,8 +202,7 @@ def gradients_on_gpu(
     if backend == "hopper" and not why_not_hopper_backward(call.piece, wanted):
         from . import hopper_backward_call
 
-        empty = result[1].new_empty(0)
-        return [*hopper_backward_call.attention_gradients(call, upstream, result), *[empty] * 3]
+        return hopper_backward_call.attention_gradients(call, upstream, result, wanted)
     from .triton_backward import attention_gradients
 
     return attention_gradients(call, upstream, result, wanted)
@@ -253,7 +252,7 @@ def check_contents(arguments: Arguments, piece: Piece) -> None:
     ):
         longest = None
         if stored is not None:
-            _check_cu_seqlens(f"cu_seqlens_{side}", stored, total)
+            check_cu_seqlens("attention_varlen", f"cu_seqlens_{side}", stored, total)
             longest = stored.diff()
         if used is not None:
             _check_used(f"seqused_{side}", used, longest if longest is not None else total)
@@ -283,23 +282,6 @@ def _check_packed_bias(arguments: Arguments, positions: Positions) -> None:
                 f"attention_varlen: bias must reach the longest document, {longest} entries in "
                 f"dimension {dim - 4}, got {list(bias.shape)}."
             )
-
-
-def _check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> None:
-    values = cu_seqlens.to(torch.int64)
-    if int(values[0]) != 0:
-        raise ValueError(f"attention_varlen: {name} must start at 0, got {int(values[0])}.")
-    if bool((values.diff() < 0).any()):
-        at = int((values.diff() < 0).to(torch.int8).argmax())
-        raise ValueError(
-            f"attention_varlen: {name} must never fall, got {int(values[at])} then "
-            f"{int(values[at + 1])}."
-        )
-    if int(values[-1]) > total:
-        raise ValueError(
-            f"attention_varlen: {name} ends at {int(values[-1])}, but only {total} tokens are "
-            "stored."
-        )
 
 
 def _check_used(name: str, used: Tensor, stored: Tensor | int) -> None:
@@ -353,6 +335,16 @@ for _name, _implementation, _fake in (
 _NONE = (None,) * 7
 
 
+def dtype_for_backward(dtype: torch.dtype) -> torch.dtype:
+    """In which O is kept where something learns: as it was summed.
+
+    delta = rowsum(dO * O) of an O in 16 bits is off by the same for all keys of a row. Where keys
+    have a mean that does not average out of dQ; it is all there is in the gradient of a sink, and
+    cancels in that of a bias. All of them would be over the error budget.
+    """
+    return accumulator_of(dtype)
+
+
 class Attention(torch.autograd.Function):
     """`(out, lse)` with gradients for q, k, v, bias, slopes, sinks, through out and lse."""
 
@@ -369,17 +361,12 @@ class Attention(torch.autograd.Function):
             ctx.save_for_backward(q, k, v, out, lse)
             if not lse_has_grad:
                 ctx.mark_non_differentiable(lse)
-            return out, lse
+            return (out if out.dtype == out_dtype else out.to(out_dtype)), lse
         wanted = [ctx.needs_input_grad[i] for i in (3, 4, 5)]
-        # delta = rowsum(dO * O) is all there is in the gradient of a sink and cancels in that of a
-        # bias; with O rounded to 16 bits it would be over the error budget. The triton backward
-        # sums it over keys instead.
         arguments = Arguments(bias, slopes, sinks, *rest)
-        needs_out = any(wanted) and arguments.backend not in ("triton", "hopper")
-        wide = q.dtype == torch.float64 or needs_out
-        # delta is no more exact than the out that it comes of.
-        stored = accumulator_of(q.dtype) if wide else torch.promote_types(out_dtype, q.dtype)
-        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, stored)
+        out, lse = torch.ops.tilewise.attention_fwd(
+            q, k, v, *arguments, dtype_for_backward(q.dtype)
+        )
         ctx.save_for_backward(
             q, k, v, out, lse, bias, slopes, sinks, *arguments[3:8],
             *arguments.start_tensors, *arguments.mask_tensors,

@@ -11,6 +11,7 @@ Units: `Units` says whether scores and their statistics are natural or in log2 u
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,22 +124,35 @@ class Tile:
         part.add_(x.view(self.b1 - self.b0, self.g1 - self.g0, n1 - n0, x.shape[-1]))
 
 
+_lowered: list[tuple[Any, str]] = []
+_inside = 0
+_switching = threading.Lock()
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
     """fp32 products stay fp32 where the user's setting would let matmuls round to tf32 or bf16.
 
     The setting belongs to the process: a thread whose own products run meanwhile gets them in fp32.
+    The last of the threads that are inside gives it back.
     """
+    global _inside
     backends: Any = torch.backends
-    matmuls = (backends.cuda.matmul, backends.mkldnn.matmul)
-    lowered = [(m, m.fp32_precision) for m in matmuls if m.fp32_precision not in ("none", "ieee")]
-    for matmul, _ in lowered:
-        matmul.fp32_precision = "ieee"
+    with _switching:
+        if _inside == 0:
+            for matmul in (backends.cuda.matmul, backends.mkldnn.matmul):
+                if matmul.fp32_precision not in ("none", "ieee"):
+                    _lowered.append((matmul, matmul.fp32_precision))
+                    matmul.fp32_precision = "ieee"
+        _inside += 1
     try:
         yield
     finally:
-        for matmul, setting in lowered:
-            matmul.fp32_precision = setting
+        with _switching:
+            _inside -= 1
+            while _inside == 0 and _lowered:
+                matmul, setting = _lowered.pop()
+                matmul.fp32_precision = setting
 
 
 def block_n(device: torch.device) -> int:
@@ -261,7 +275,14 @@ class ScoreTile:
         terms, view = self.terms, (*self.tile.shape, n1 - n0)
         s = self.space.take("scores", q.shape[0], q.shape[1], n1 - n0)
         factor = terms.scale * Units.of(terms).per_nat / (terms.softcap or 1.0)
-        torch.baddbmm(s, q, k.transpose(1, 2), beta=0.0, alpha=factor, out=s)
+        # One sum of 576 products rounds worse in fp32 than the formula's own may (H200, torch 2.11,
+        # D 576, 2026-11-30): longer ones are made of several.
+        D = q.shape[-1]
+        width = D if D <= 256 else 128
+        for d0 in range(0, D, width):
+            q_part, k_part = q[..., d0 : d0 + width], k[..., d0 : d0 + width]
+            beta = 0.0 if d0 == 0 else 1.0
+            torch.baddbmm(s, q_part, k_part.transpose(1, 2), beta=beta, alpha=factor, out=s)
         if terms.softcap is not None:
             s.tanh_()
             if capped is not None:

@@ -58,11 +58,10 @@ def attend(
     scale = options.softmax_scale
     if scale is not None and not abs(scale) < math.inf:
         raise ValueError(f"{op}: softmax_scale must be finite, got {scale}.")
-    softcap = options.softcap
     keywords: dict[str, Any] = {
         "mask": mask_of(op, options),
         "scale": scale,
-        "softcap": None if softcap is None or softcap <= 0.0 else softcap,
+        "softcap": softcap_of(options),
         "alibi_slopes": options.alibi_slopes,
         "sinks": options.sinks,
         "dropout_p": options.dropout_p,
@@ -76,6 +75,12 @@ def attend(
     run_partial = attention_partial if packing is None else attention_varlen_partial
     out, lse = run_partial(q, k, v, **keywords)
     return (out, lse) if options.return_lse else (out, lse, None)
+
+
+def softcap_of(options: Options) -> float | None:
+    """None for 0 and below, which flash-attn takes for none."""
+    softcap = options.softcap
+    return None if softcap is None or softcap <= 0.0 else softcap
 
 
 def check_tensors(op: str, tensors: dict[str, Tensor], **specs: str) -> None:

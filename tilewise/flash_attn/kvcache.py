@@ -11,7 +11,7 @@ from ..core.shapes import check_shapes
 from ..decode.api import attention_with_cache_partial
 from ..decode.cache import FLOAT8, KVCache
 from ..decode.rotary import Rotary, rotate
-from .call import Options, Result, mask_of
+from .call import Options, Result, mask_of, softcap_of
 
 
 class New(NamedTuple):
@@ -95,7 +95,7 @@ def attend_cache(
         cache,
         mask=mask_of(op, options),
         scale=options.softmax_scale,
-        softcap=options.softcap if options.softcap else None,
+        softcap=softcap_of(options),
         alibi_slopes=options.alibi_slopes,
         sinks=options.sinks,
         cu_seqlens_q=cu,

@@ -55,7 +55,7 @@ def activate() -> None:
     if not torch.cuda.is_available():
         raise RuntimeError(
             "activate: SDPA's flash implementation can be replaced on CUDA only, and PyTorch sees "
-            "no CUDA GPU here; call tilewise.attention instead."
+            "no CUDA GPU here; scaled_dot_product_attention of this module runs on any device."
         )
     torch_attention.register_flash_attention_impl(NAME, register_fn=lambda: Overrides("CUDA"))
     torch_attention.activate_flash_attention_impl(NAME)
@@ -91,16 +91,21 @@ def scaled_dot_product_attention(
     Raises: ValueError for arguments that do not fit.
     """
     op = "scaled_dot_product_attention"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}.")
     if any(x.dim() != query.dim() for x in (key, value)) or query.dim() < 3:
         raise ValueError(
             f"{op}: query, key and value must be [..., H, M, D] alike, got {list(query.shape)}, "
             f"{list(key.shape)} and {list(value.shape)}."
         )
     if attn_mask is not None and is_causal:
-        raise ValueError(f"{op}: attn_mask must be None where is_causal is True.")
+        raise ValueError(f"{op}: attn_mask must be None where is_causal is True, got both.")
     H, G = (x.shape[-3] if x.dim() > 3 else 1 for x in (query, key))
     if H != G and not enable_gqa:
-        raise ValueError(f"{op}: enable_gqa must be True where {H} query heads read {G} key heads.")
+        raise ValueError(
+            f"{op}: enable_gqa must be True where {H} query heads read {G} key heads, got False."
+        )
     leading = query.shape[:-3] if query.dim() > 3 else query.shape[:1]
     q, k, v = (_four(x).transpose(1, 2) for x in (query, key, value))
     mask = causal(offset=0) if is_causal else full()
@@ -220,8 +225,9 @@ def _flash_forward(
     """What `varlen_attn` and nested tensors call: flash-attn's rules, causal bottom-right."""
     if block_table is not None:
         raise NotImplementedError(
-            "_flash_attention_forward: paged keys (block_table) are not there yet; "
-            "torch_sdpa.restore() gives PyTorch's own kernel back."
+            "_flash_attention_forward: paged keys (block_table) are read by "
+            "tilewise.attention_with_cache alone; torch_sdpa.restore() gives PyTorch's own kernel "
+            "back."
         )
     *sizes, return_debug_mask = others
     state = _State(*sizes)

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.autocast import under_autocast
 from ..core.backends import BackendChoice
+from ..core.first_derivative import refuse_tangents
 from .checks import check_call, check_options
 from .choice import choose
 from .choice import explain as explain_choice
@@ -73,8 +75,9 @@ def retention(
     As `linear_attention`, and:
 
     Args:
-        log_decay: `[H]`, natural log, at most 0. `log(1 - 2^(-5 - h))` when None. Lightning
-            attention (MiniMax) is this op with its own decays. Has a gradient.
+        log_decay: `[H]`, floating, natural log, at most 0. `log(1 - 2^(-5 - h))` when None.
+            Lightning attention (MiniMax) is this op with its own decays. Has a gradient.
+    Returns, Raises, Cost, Deterministic: as `linear_attention`.
     Source: Retentive Network, arXiv 2307.08621.
     """
     tensors = {"q": q, "k": k, "v": v, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
@@ -83,9 +86,10 @@ def retention(
             heads = torch.arange(v.shape[-2], device=v.device)
             log_decay = torch.log1p(-torch.exp2(-5.0 - heads))
         H = v.shape[-2]
-        if not isinstance(log_decay, Tensor) or list(log_decay.shape) != [H]:
-            got = list(log_decay.shape) if isinstance(log_decay, Tensor) else log_decay
-            raise ValueError(f"retention: log_decay must be [H] = [{H}], got {got}.")
+        is_tensor = isinstance(log_decay, Tensor)
+        if not is_tensor or list(log_decay.shape) != [H] or not log_decay.is_floating_point():
+            got = f"{log_decay.dtype} {list(log_decay.shape)}" if is_tensor else repr(log_decay)
+            raise ValueError(f"retention: log_decay must be floating [H] = [{H}], got {got}.")
         tensors["g"] = log_decay.expand(v.shape[:-1])
     return _run("retention", tensors, scale, backend)
 
@@ -108,6 +112,7 @@ def simple_gla(
 
     Args:
         g: `[B, M, H]` (packed `[T, H]`), log decay, any floating dtype; fp32 is best.
+    Returns, Raises, Cost, Deterministic: as `linear_attention`.
     Source: Mamba 2, arXiv 2405.21060.
     """
     tensors = {"q": q, "k": k, "v": v, "g": g}
@@ -132,6 +137,7 @@ def gla(
 
     Args:
         g: `[B, M, H, D]` (packed `[T, H, D]`), log decay, any floating dtype; fp32 is best.
+    Returns, Raises, Cost, Deterministic: as `linear_attention`.
     Source: arXiv 2312.06635.
     """
     tensors = {"q": q, "k": k, "v": v, "g": g}
@@ -163,6 +169,7 @@ def delta_rule(
             `beta |k|^2` exceeds 2 the state grows from step to step, and so do rounding errors.
         beta_sigmoid: beta is a logit.
         negative_eigenvalues: beta is doubled, so that it reaches 2.
+    Returns, Raises, Cost, Deterministic: as `linear_attention`; about twice its flops.
     Source: arXiv 2406.06484.
     """
     q, k, beta = _delta_options("delta_rule", q, k, beta, qk_l2norm, beta_sigmoid,
@@ -197,6 +204,7 @@ def gated_delta_rule(
         g: `[B, M, H]` (packed `[T, H]`), log decay; with A_log or dt_bias what a projection gives,
             of which the log decay is made: `-exp(A_log) softplus(g + dt_bias)`.
         A_log, dt_bias: `[H]`, floating; have gradients.
+    Returns, Raises, Cost, Deterministic: as `delta_rule`.
     Source: arXiv 2412.06464.
     """
     op = "gated_delta_rule"
@@ -237,6 +245,7 @@ def kda(
         dt_bias: `[H, D]`, or flat.
         lower_bound: below 0; the log decay is `lower_bound sigmoid(exp(A_log) (g + dt_bias))`
             instead, and so never below the bound.
+    Returns, Raises, Cost, Deterministic: as `delta_rule`.
     Source: arXiv 2510.26692.
     """
     op = "kda"
@@ -260,13 +269,22 @@ def explain_backend(
     *,
     g: Tensor | None = None,
     beta: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> BackendChoice:
-    """Which backend a call with these tensors runs on, and why."""
+    """Which backend a call with these tensors runs on, and why.
+
+    Args:
+        q, k, v, g, beta, initial_state, cu_seqlens, backend: as any op of the family gets them.
+    Returns: a `BackendChoice`: the name, the reason, and why the others were not taken.
+    Raises: ValueError for arguments that do not fit.
+    """
     optional = {name: x for name, x in (("g", g), ("beta", beta)) if x is not None}
-    tensors = {"q": q, "k": k, "v": v, **optional}
-    is_vector = g is not None and g.dim() == q.dim()
-    inputs = check_call("explain_backend", tensors, None, is_vector)
+    tensors = {"q": q, "k": k, "v": v, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    # One number a head has a dim less than q.
+    is_vector = isinstance(g, Tensor) and isinstance(q, Tensor) and g.dim() == q.dim()
+    inputs = check_call("explain_backend", tensors | optional, None, is_vector)
     return explain_choice("explain_backend", backend, inputs)
 
 
@@ -281,7 +299,8 @@ def _run(
     *,
     has_vector_gate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    inputs = check_call(op, _autocast(tensors), scale, has_vector_gate)
+    q, k, v = under_autocast(tensors["q"], tensors["k"], tensors["v"])
+    inputs = check_call(op, {**tensors, "q": q, "k": k, "v": v}, scale, has_vector_gate)
     name = choose(op, backend, inputs)
     if name == "reference":
         check_contents(inputs)
@@ -289,12 +308,7 @@ def _run(
     if name == "eager":
         check_contents(inputs)
         return linear_eager(inputs)
-    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
-        # Without this the tangents would be dropped, silently.
-        raise NotImplementedError(
-            f"{op}: forward-mode derivatives are not implemented on this backend; "
-            "backend='reference' has them."
-        )
+    refuse_tangents(op)
     return run_op(inputs, name)
 
 
@@ -333,21 +347,3 @@ def _check_gate(op: str, g: Tensor, v: Tensor, n_last: int) -> None:
         raise ValueError(
             f"{op}: g must be floating with H = {v.shape[-2]} heads, got {g.dtype} {list(g.shape)}."
         )
-
-
-def _autocast(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Under autocast q, k and v go to its dtype, as torch's own matmuls do; fp64 stays."""
-    q = tensors["q"]
-    if not isinstance(q, Tensor) or q.device.type == "meta":
-        return tensors
-    if not torch.is_autocast_enabled(q.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(q.device.type)
-    cast = {
-        name: x.to(dtype)
-        for name in ("q", "k", "v")
-        if isinstance(x := tensors[name], Tensor)
-        and x.is_floating_point()
-        and x.dtype != torch.float64
-    }
-    return tensors | cast

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ def check_call(op: str, tensors: dict[str, Any], scale: float | None, vector_gat
         cu_seqlens="B+1",
     )  # fmt: skip
     if "B+1" in dims:
-        _check_bounds(op, given["cu_seqlens"])
+        check_bounds(op, given["cu_seqlens"])
         dims["B"] = dims["B+1"] - 1
     check_same_dtype(op, {name: given[name] for name in ("q", "k", "v")})
-    _check_heads(op, dims)
+    check_heads(op, dims)
     for name in ("g", "beta"):
         if name in given and not given[name].is_floating_point():
             raise ValueError(f"{op}: {name} must be floating, got {given[name].dtype}.")
@@ -81,7 +82,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _check_heads(op: str, dims: dict[str, int]) -> None:
+def check_heads(op: str, dims: dict[str, int]) -> None:
     if dims["D"] == 0 or dims["E"] == 0:
         raise ValueError(
             f"{op}: head dimensions must be at least 1, got D = {dims['D']} and E = {dims['E']}."
@@ -94,11 +95,19 @@ def _check_heads(op: str, dims: dict[str, int]) -> None:
         )
 
 
-def _check_bounds(op: str, cu_seqlens: Tensor) -> None:
+def check_bounds(op: str, cu_seqlens: Tensor) -> None:
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{op}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"{op}: cu_seqlens must hold at least one entry, got none.")
+
+
+def is_read(index: Tensor) -> bool:
+    """Whether what an index tensor holds is checked: on the CPU, elsewhere if TILEWISE_CHECK=1,
+    which waits for the GPU."""
+    if torch.compiler.is_compiling():
+        return False
+    return index.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"
 
 
 def _check_state(op: str, state: Tensor, dims: dict[str, int], dtype: torch.dtype) -> None:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.shapes import accumulator_of, check_same_device, check_shapes
+from ..core.shapes import accumulator_of, check_cu_seqlens, check_same_device, check_shapes
+from .checks import check_bounds, is_read
 
 # Taps of a channel.
 LARGEST_WIDTH = 16
@@ -29,19 +30,21 @@ def short_convolution(
     """A causal convolution per channel: `out_m = sum_w weight_w x_{m - W + 1 + w} + bias`.
 
     Args:
-        x: `[B, M, C]`, any strides; packed `[T, C]`.
-        weight: `[C, W]`, W from 1 to 16; the last tap is that of the step itself. PyTorch's
-            `Conv1d` has it as `[C, 1, W]`.
-        bias: `[C]`.
+        x: `[B, M, C]`, fp16, bf16, fp32 or fp64, any strides; packed `[T, C]`.
+        weight: `[C, W]`, any floating dtype, W from 1 to 16; the last tap is that of the step
+            itself. PyTorch's `Conv1d` has it as `[C, 1, W]`.
+        bias: `[C]`, any floating dtype.
         activation: "silu" or None.
         state: `[B, C, W - 1]`, the inputs before the first, oldest first; zeros when None.
-        cu_seqlens: `[B + 1]` int32 or int64, where packed sequences begin and end. None reads
-            another's inputs; tokens past the last give 0.
+        cu_seqlens: `[B + 1]` int32 or int64, where packed sequences begin and end. No sequence
+            reads another's inputs; tokens past the last give 0. What it holds is checked on the
+            CPU, elsewhere with TILEWISE_CHECK=1; unchecked bounds are cut to what is stored.
     Returns: `(out, state)`: out as x, and the last W - 1 inputs of each sequence, in x's dtype,
         which a later call goes on from. Both differentiable.
     Raises: ValueError for arguments that do not fit.
     Cost: 2 W flops and about 2 numbers read and written a channel and step; sums in fp32.
     Deterministic: forward and backward, always.
+    Source: what torch.nn.functional.conv1d gives for rows padded on the left, which is its oracle.
     """
     _check(x, weight, bias, activation, state, cu_seqlens)
     wide = accumulator_of(x.dtype)
@@ -81,7 +84,8 @@ def _packed_taps(
     owned = sequence < B
     sequence = sequence.clamp(max=max(B - 1, 0))
     # One row of all numbers there are: tokens, states, and a 0 for what is not there.
-    rows = torch.cat([x, before.reshape(B * (W - 1), -1), x.new_zeros(1, x.shape[-1])])
+    C = x.shape[-1]
+    rows = torch.cat([x, before.reshape(B * (W - 1), C), x.new_zeros(1, C)])
 
     def read(sequence: Tensor, place: Tensor, valid: Tensor) -> Tensor:
         # place: in the sequence's own tokens; its state is at -(W - 1), ..., -1.
@@ -110,12 +114,15 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any, state: Any, cu_seqle
     W = dims["W"]
     if not 1 <= W <= LARGEST_WIDTH:
         raise ValueError(f"{op}: weight must have 1 to {LARGEST_WIDTH} taps, got {W}.")
-    if not x.is_floating_point():
-        raise ValueError(f"{op}: x must be floating, got {x.dtype}.")
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("state", state)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(f"{op}: {name} must be floating, got {tensor.dtype}.")
     if activation not in (None, "silu"):
         raise ValueError(f"{op}: activation must be None or 'silu', got {activation!r}.")
-    if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{op}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
+    if cu_seqlens is not None:
+        check_bounds(op, cu_seqlens)
+        if is_read(cu_seqlens):
+            check_cu_seqlens(op, "cu_seqlens", cu_seqlens, dims["T"])
     expected = [dims["B"] if cu_seqlens is None else dims["B+1"] - 1, dims["C"], W - 1]
     if state is not None and list(state.shape) != expected:
         raise ValueError(

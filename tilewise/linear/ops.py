@@ -6,15 +6,14 @@ none, a beta or none.
 
 from __future__ import annotations
 
-import os
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.first_derivative import mark_first_derivatives
-from ..core.shapes import accumulator_of
+from ..core.shapes import accumulator_of, check_cu_seqlens
+from .checks import is_read
 from .choice import choose
 from .inputs import Inputs
 
@@ -92,20 +91,10 @@ def _recomputed(
 
 
 def check_contents(inputs: Inputs) -> None:
-    """Check what bounds hold: always on the CPU, elsewhere if TILEWISE_CHECK=1 (syncs)."""
+    """Check what bounds hold, where they may be read."""
     bounds = inputs.cu_seqlens
-    if bounds is None or (bounds.device.type != "cpu" and os.environ.get("TILEWISE_CHECK") != "1"):
-        return
-    total = inputs.q.shape[0]
-    values = bounds.tolist()
-    if values[0] != 0:
-        raise ValueError(f"linear: cu_seqlens must start at 0, got {values[0]}.")
-    if any(b < a for a, b in pairwise(values)):
-        raise ValueError(f"linear: cu_seqlens must never fall, got {values[:8]}.")
-    if values[-1] > total:
-        raise ValueError(
-            f"linear: cu_seqlens ends at {values[-1]}, but only {total} tokens are stored."
-        )
+    if bounds is not None and is_read(bounds):
+        check_cu_seqlens("linear", "cu_seqlens", bounds, inputs.q.shape[0])
 
 
 # ---------------------------------------------------------------- fake kernels

@@ -6,7 +6,6 @@ nothing is read on the host, so a call can stand in a CUDA graph whose slots cha
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ..core.backends import check_backend_name, triton_problem
 from ..core.shapes import accumulator_of, check_same_device, check_same_dtype, check_shapes
-from .checks import check_scale
+from .checks import check_heads, check_scale, is_read
 from .inputs import Inputs
 from .ops import library
 from .reference import recurrence
@@ -39,13 +38,15 @@ def decode(
 
     Args:
         q, k: `[B, M, G, D]`; v: `[B, M, H, E]`, as the ops take them, M new steps a sequence.
-        pool: `[P, H, D, E]`, fp32, bf16 or fp16, contiguous; the steps are computed in fp32.
+        pool: `[P, H, D, E]`, fp32, bf16 or fp16, contiguous; the steps are computed in fp32 (of
+            fp64 inputs in fp64, and the pool may be fp64).
         slots: `[B]` int32 or int64, the slot that each sequence's state is read from. A negative
             one is no sequence: its out is 0 and it writes nothing.
         write_slots: where states go: `[B]`, that after the last step, or `[B, M]`, that after
             every step, of which the next call reads the one that was accepted (speculative
-            decoding: nothing has to be taken back). `slots` when None. Negative: nowhere. No two
-            sequences may write one slot, and none one that another reads.
+            decoding: nothing has to be taken back). `slots` when None. Negative: nowhere. No slot
+            may be written twice, and none that another sequence reads; checked on the CPU,
+            elsewhere with TILEWISE_CHECK=1.
         g: log decay, `[B, M, H]` or `[B, M, H, D]`; beta: `[B, M, H]`. None for an op without.
         scale: multiplies out; `D ** -0.5` when None.
         backend: "auto", "triton", "tiled" (plain torch, which reads the slots on the host).
@@ -54,6 +55,7 @@ def decode(
         unless TILEWISE_CHECK=1, and one past the pool's end counts as negative.
     Cost: the state is read once and written once a call, `2 B H D E` numbers.
     Deterministic: always. A sequence's result does not depend on which others are in the batch.
+    Source: the recurrence of the ops; the oracle is `tilewise.linear.reference.recurrence`.
     """
     _check(q, k, v, pool, slots, write_slots, g, beta)
     scale = check_scale("decode", scale, q.shape[-1])
@@ -137,22 +139,21 @@ def _check(
         write_slots=every, g=gate, beta="B M H",
     )  # fmt: skip
     check_same_dtype(op, {"q": q, "k": k, "v": v})
-    if dims["G"] == 0 or dims["H"] % dims["G"] != 0:
-        raise ValueError(
-            f"{op}: the heads of v must be a multiple of the heads of q and k, got "
-            f"H = {dims['H']} and G = {dims['G']}."
-        )
+    check_heads(op, dims)
     if not pool.is_floating_point() or not pool.is_contiguous():
-        raise ValueError(f"{op}: pool must be floating and contiguous, got {pool.dtype}.")
+        raise ValueError(
+            f"{op}: pool must be floating and contiguous, got {pool.dtype} with strides "
+            f"{list(pool.stride())}."
+        )
+    if pool.dtype == torch.float64 and v.dtype != torch.float64:
+        raise ValueError(f"{op}: pool must be fp32 or of 16 bits beside {v.dtype}, got fp64.")
     for name in ("slots", "write_slots"):
         if name not in given:
             continue
         x = given[name]
         if x.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{op}: {name} must be int32 or int64, got {x.dtype}.")
-        is_read = x.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"
-        is_read = is_read and not torch.compiler.is_compiling()
-        if is_read and x.numel() and int(x.max()) >= dims["P"]:
+        if is_read(x) and x.numel() and int(x.max()) >= dims["P"]:
             raise ValueError(
                 f"{op}: {name} must lie below the pool's {dims['P']} slots, got {int(x.max())}."
             )
@@ -160,3 +161,23 @@ def _check(
         if name in given and not given[name].is_floating_point():
             raise ValueError(f"{op}: {name} must be floating, got {given[name].dtype}.")
     check_same_device(op, given)
+    if is_read(slots):
+        _check_apart(op, slots, slots if write_slots is None else write_slots)
+
+
+def _check_apart(op: str, slots: Tensor, write_slots: Tensor) -> None:
+    """Raise where the result would depend on who comes first."""
+    each = write_slots.reshape(slots.shape[0], -1)
+    written, times = each[each >= 0].unique(return_counts=True)
+    if bool((times > 1).any()):
+        raise ValueError(
+            f"{op}: write_slots must name a slot once, got {int(written[times > 1][0])} twice."
+        )
+    # [writer, reader]
+    meets = ((each.unsqueeze(-1) == slots) & (slots >= 0)).any(1)
+    meets.fill_diagonal_(False)
+    if bool(meets.any()):
+        slot = int(slots[meets.any(0)][0])
+        raise ValueError(
+            f"{op}: write_slots must not name a slot that another sequence reads, got {slot}."
+        )

@@ -43,7 +43,7 @@ class AllGather:
 
     @property
     def adds_nothing(self) -> bool:
-        return adds_nothing(self.plan.whole, self.layout.size)
+        return adds_nothing(self.plan.whole)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, dtype: torch.dtype | None

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.autocast import under_autocast
 from ..core.mask import Mask
 from ..core.mask_leaves import full
 from ..core.partials import Partial
 from ..core.philox import draw_rng
 from ..core.shapes import accumulator_of
-from ..dense.api import _autocast
 from ..dense.checks import check_are_tensors
 from .all_gather import AllGather
 from .choice import ScheduleChoice
@@ -143,7 +143,8 @@ def context_parallel_prepare(
     scalars = scalars_of(scale, softcap, dropout_p, deterministic)
     where = Where(mesh, group, layout, schedule, mask, backend)
     check_are_tensors(OP, {"q": q, "k": k, "v": v})
-    prepare(Given(*_autocast(q, k, v), where, links_of(mesh, group), scalars, tensors))
+    q, k, v = under_autocast(q, k, v)
+    prepare(Given(q, k, v, where, links_of(mesh, group), scalars, tensors))
 
 
 def explain_schedule(
@@ -178,7 +179,8 @@ def explain_schedule(
     scalars = scalars_of(scale, softcap, dropout_p, deterministic)
     where = Where(mesh, group, layout, schedule, mask, backend)
     check_are_tensors(OP, {"q": q, "k": k, "v": v})
-    given = Given(*_autocast(q, k, v), where, links_of(mesh, group), scalars, tensors)
+    q, k, v = under_autocast(q, k, v)
+    given = Given(q, k, v, where, links_of(mesh, group), scalars, tensors)
     check(given)
     return choose(given)
 
@@ -197,7 +199,7 @@ def _attend(
 ) -> Partial:
     links = links_of(where.mesh, where.group)
     check_are_tensors(OP, {"q": q, "k": k, "v": v})
-    q, k, v = _autocast(q, k, v)
+    q, k, v = under_autocast(q, k, v)
     given = Given(q, k, v, where, links, scalars, tensors)
     prepared = prepare(given)
     terms = Terms(

@@ -15,8 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.mask import Mask
-from ..core.mask_leaves import full, key_padding
+from ..core.mask import Index, Mask
+from ..core.mask_bits import Bits, Function, blocks
+from ..core.mask_leaves import (
+    BatchShiftedWindow,
+    Intervals,
+    ShiftedWindow,
+    Tree,
+    full,
+    key_padding,
+)
 from ..core.partials import Partial, merge
 from ..core.shapes import accumulator_of
 from ..dense.api import attention_partial
@@ -32,9 +40,12 @@ from .agree import (
 )
 from .comm import Link, flatten, unflatten
 from .layout import Layout
-from .prepare import links_of
+from .masks import leaves
+from .prepare import link_of
 
 OP = "context_parallel_decode"
+# Masks that speak of query m as m, not as the position where it stands.
+_COUNTING = (BatchShiftedWindow, Bits, Function, Intervals, ShiftedWindow, Tree)
 _FULL = full()
 _agreed: Memo[bool] = Memo()
 
@@ -67,20 +78,22 @@ def context_parallel_decode(
         mesh, group: as for `context_parallel_attention`; a mesh of one dim.
         lengths: `[B]` integers, how many slots are in use, the new tokens included; 0, or at least
             M. All slots when None. Query m stands at `lengths[b] - M + m`.
-        mask, scale, softcap, alibi_slopes, sinks, backend: as for `attention`.
+        mask, scale, softcap, alibi_slopes, sinks, backend: as for `attention`. A mask that counts
+            queries (a window's offset, intervals, blocks, a tree, a predicate) is evaluated for
+            each of a rank's slots.
     Returns: `[B, M, H, E]`, the same on every rank.
     Raises: ValueError for what does not fit or differs from rank to rank; NotImplementedError where
         a gradient is asked for, which `context_parallel_attention` gives. The ranks compare shapes,
         dtypes, layout, scalars and lengths: on the CPU at every call; on a GPU, where it would make
         the host wait, at the first one like it and without what lengths holds. TILEWISE_CHECK=1
         compares every call, and the numbers in q and lengths too.
-    Cost: bytes received per rank (R - 1) B M H (E + 1) 4, on the CPU and (R - 1) 32 of a digest;
+    Cost: bytes received per rank (R - 1) B M H (E + 1) 4, and on the CPU (R - 1) 32 of a digest;
         each rank reads the slots it holds.
     Deterministic: always.
     Source: Tree Attention (arXiv 2408.04093).
     """
     check_are_tensors(OP, {"q": q, "k": k, "v": v})
-    link = _link_of(mesh, group)
+    link = link_of(OP, mesh, group)
     _compare(link, Call(q, k, v, layout, mask, lengths, scale, softcap, alibi_slopes, sinks))
     terms: dict[str, Any] = {
         "scale": scale,
@@ -114,13 +127,6 @@ class Call(NamedTuple):
     def reads(self) -> bool:
         """Whether the numbers in lengths are looked at: where nothing waits for a GPU."""
         return self.lengths is not None and (self.lengths.device.type == "cpu" or is_forced())
-
-
-def _link_of(mesh: Any, group: Any) -> Link:
-    links = links_of(mesh, group)
-    if len(links) != 1:
-        raise ValueError(f"{OP}: mesh must have one dim, got {len(links)}.")
-    return links[0]
 
 
 def _compare(link: Link, call: Call) -> None:
@@ -185,6 +191,11 @@ def _check(call: Call, link: Link) -> None:
         "dropout_p": 0.0,
     }
     check_call(OP, q, k, v, call.mask, terms, {})
+    if call.alibi_slopes is not None and _counts_queries(call.mask):
+        raise NotImplementedError(
+            f"{OP}: alibi_slopes beside a mask that counts queries (a window's offset, intervals, "
+            "blocks, a tree, a predicate) are not there; use attention_with_cache on one rank."
+        )
     _check_lengths(call)
 
 
@@ -245,26 +256,40 @@ def _attend_own(
         mask = mask & key_padding(lengths)
         # A length of 0 hides every key, so where its queries stand does not matter.
         q_start = (lengths - M).clamp(min=0)
+    counts = _counts_queries(mask)
     for start, stop in layout.runs[link.rank].tolist():
         slots = slice(first, first + stop - start)
         first = slots.stop
+        placed: dict[str, Any] = {"mask": mask, "q_start": q_start, "k_start": start}
+        if counts:
+            placed = {"mask": _table(mask, q, (start, stop), q_start)}
         parts.append(
-            attention_partial(
-                q,
-                k[:, slots],
-                v[:, slots],
-                mask=mask,
-                q_start=q_start,
-                k_start=start,
-                out_dtype=wide,
-                **terms,
-            )
+            attention_partial(q, k[:, slots], v[:, slots], out_dtype=wide, **placed, **terms)
         )
     if parts:
         return merge(parts)
     (B, _, H), E = q.shape[:3], v.shape[3]
     lse = torch.full((B, H, M), float("-inf"), dtype=wide, device=q.device)
     return Partial(torch.zeros(B, M, H, E, dtype=wide, device=q.device), lse)
+
+
+def _counts_queries(mask: Mask) -> bool:
+    return any(isinstance(leaf, _COUNTING) for leaf in leaves(mask))
+
+
+def _table(mask: Mask, q: Tensor, slots: tuple[int, int], offset: int | Tensor) -> Mask:
+    """The mask over some slots by itself, element by element."""
+    sizes = (q.shape[0], q.shape[2], q.shape[1])
+    ends = ((0, sizes[0]), (0, sizes[1]), (0, sizes[2]), slots)
+    b, h, m, n = (
+        torch.arange(*span, device=q.device).reshape([-1 if axis == i else 1 for i in range(4)])
+        for axis, span in enumerate(ends)
+    )
+    if isinstance(offset, Tensor):
+        offset = offset.to(q.device, torch.int64).reshape(-1, 1, 1, 1)
+    seen = mask.visible(Index(b, h, m, n, offset))
+    shape = torch.broadcast_shapes(seen.shape, (1, 1, m.numel(), n.numel()))
+    return blocks(seen.expand(shape), block_m=1, block_n=1)
 
 
 def _exchange(own: Partial, link: Link) -> list[Partial]:

@@ -119,7 +119,12 @@ class Layout:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def join(self, shards: Sequence[Tensor], *, dim: int = 1) -> Tensor:
-        """The whole sequence from the shards of all ranks, in one process. Differentiable."""
+        """The whole sequence from the shards of all ranks, in one process. Differentiable.
+
+        Raises: ValueError for shards that are not of this layout.
+        """
+        if len(shards) != self.ranks:
+            raise ValueError(f"join: expected {self.ranks} shards, got {len(shards)}.")
         for rank, (shard, length) in enumerate(zip(shards, self.lengths, strict=True)):
             if shard.shape[dim] != length:
                 raise ValueError(
@@ -228,10 +233,15 @@ def document_zigzag(cu_seqlens: Tensor | Sequence[int], ranks: int, size: int = 
 
     Args:
         cu_seqlens: cumulative lengths from 0, on the host.
+        ranks: how many the sequence is dealt to.
         size: S where tokens follow the last document; they are dealt contiguously.
     Which rank takes a document's first pair of chunks moves on from document to document, so
     that the remainders of short documents do not all fall to the same rank.
+    Raises: ValueError for cumulative lengths that do not start at 0, fall, or go past size.
     """
+    if not isinstance(cu_seqlens, Tensor | Sequence):
+        got = type(cu_seqlens).__name__
+        raise ValueError(f"document_zigzag: cu_seqlens must be a tensor or a list, got {got}.")
     edges = [int(edge) for edge in cu_seqlens]
     if not edges or edges[0] != 0 or edges != sorted(edges):
         raise ValueError(

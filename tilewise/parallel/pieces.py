@@ -29,8 +29,6 @@ from .numbered import Numbering
 from .plan import Call
 
 OP = "context_parallel_attention"
-# Over more keys than these the rounding of out averages out of delta, as in the dense backward.
-_FEW_KEYS = 128
 
 
 class Extras(NamedTuple):
@@ -71,7 +69,7 @@ class Schedule(Protocol):
 
     @property
     def adds_nothing(self) -> bool:
-        """Whether one call computes all of a row, over more than a few keys."""
+        """Whether one call computes all of a row."""
         ...
 
     def forward(
@@ -104,7 +102,7 @@ def arguments_of(
         slopes = extras.slopes
         named["bias"] = numbering.expand(extras.bias)
         named["alibi_slopes"] = (
-            slopes if slopes is None or slopes.dim() == 1 else (numbering.expand(slopes))
+            slopes if slopes is None or slopes.dim() == 1 else numbering.expand(slopes)
         )
         for side, x in (("q", q), ("k", k)):
             length = x.shape[0] // numbering.B
@@ -127,10 +125,10 @@ def backend_of_pieces(op: str, backend: str, q: Tensor, k: Tensor, v: Tensor) ->
     return "auto" if backend == "auto" and name == "triton" else name
 
 
-def adds_nothing(calls: Iterable[Call], keys: int) -> bool:
-    """Whether no row is in two of the calls, over a sequence of so many keys, more than a few."""
+def adds_nothing(calls: Iterable[Call]) -> bool:
+    """Whether no row is in two of the calls."""
     rows = sorted((call.q0, call.q1) for call in calls)
-    return keys > _FEW_KEYS and all(a[1] <= b[0] for a, b in pairwise(rows))
+    return all(a[1] <= b[0] for a, b in pairwise(rows))
 
 
 def slice_bias(bias: Tensor | None, call: Call) -> Tensor | None:
@@ -408,12 +406,11 @@ class Attend(torch.autograd.Function):
         sinks: Tensor | None, schedule: Schedule, out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         extras = Extras(bias, slopes, sinks)
-        # delta comes from this out. Of parts that are added up, and in the gradients of bias,
-        # slopes and sinks, it would be over the error budget rounded to 16 bits.
-        is_plain = all(x is None for x in extras) and out_dtype == q.dtype
-        dtype = out_dtype if is_plain and schedule.adds_nothing else None
-        total = schedule.forward(q, k, v, extras, dtype)
         keeps = any(ctx.needs_input_grad)
+        # Parts that are added up are wide, and so is what delta comes of, as in the dense forward.
+        is_settled = schedule.adds_nothing and sinks is None and not keeps
+        dtype = out_dtype if is_settled and out_dtype == q.dtype else None
+        total = schedule.forward(q, k, v, extras, dtype)
         rounded, (out, lse) = total.finish_as(sinks, out_dtype, keeps=keeps)
         ctx.schedule = schedule
         if out is rounded and dtype is None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.mask import Mask
+from ..core.mask import Leaf, Mask
 from ..core.mask_leaves import full
 from ..core.shapes import check_broadcastable
 from ..dense.checks import check_call
@@ -19,7 +19,7 @@ from .choice import ScheduleChoice
 from .choice import choose as choose_schedule
 from .comm import Link
 from .layout import Layout
-from .masks import of_heads, tells_heads_apart
+from .masks import leaves, of_heads, tells_heads_apart
 from .numbered import Numbering
 from .pieces import OP, backend_of_pieces
 from .plan import Plan, Request, make_plan
@@ -103,21 +103,29 @@ def scalars_of(
     return {**named, "is_deterministic": bool(deterministic)}
 
 
-def links_of(mesh: Any, group: Any) -> tuple[Link, ...]:
+def links_of(mesh: Any, group: Any, op: str = OP) -> tuple[Link, ...]:
     """The mesh's groups, outer first."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            f"{OP}: needs torch.distributed's process group; call init_process_group first."
+            f"{op}: needs torch.distributed's process group; call init_process_group first."
         )
     if mesh is None:
         return (Link.of(dist.group.WORLD if group is None else group),)
     if group is not None:
-        raise ValueError(f"{OP}: takes a mesh or a group, got both.")
+        raise ValueError(f"{op}: takes a mesh or a group, got both.")
     if not hasattr(mesh, "get_group"):
-        raise ValueError(f"{OP}: mesh must be a DeviceMesh, got {type(mesh).__name__}.")
+        raise ValueError(f"{op}: mesh must be a DeviceMesh, got {type(mesh).__name__}.")
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"{OP}: mesh must have one or two dims, got {mesh.ndim}.")
+        raise ValueError(f"{op}: mesh must have one or two dims, got {mesh.ndim}.")
     return tuple(Link.of(mesh.get_group(dim)) for dim in range(mesh.ndim))
+
+
+def link_of(op: str, mesh: Any, group: Any) -> Link:
+    """The one group of an op that knows no other."""
+    links = links_of(mesh, group, op)
+    if len(links) != 1:
+        raise ValueError(f"{op}: mesh must have one dim, got {len(links)}.")
+    return links[0]
 
 
 def prepare(given: Given) -> Prepared:
@@ -128,7 +136,7 @@ def prepare(given: Given) -> Prepared:
 def _key(given: Given) -> tuple[Any, ...]:
     where = given.where
     mask = where.mask
-    what = mask.key if isinstance(mask, Mask) and mask.key is not None else id(mask)
+    what = mask.key if isinstance(mask, Mask) and mask.key is not None else _identity(mask)
     forms = tuple(
         None if x is None else (tuple(x.shape), x.dtype, x.requires_grad, x.device)
         for x in given.floating.values()
@@ -136,6 +144,14 @@ def _key(given: Given) -> tuple[Any, ...]:
     layout = where.layout.key if isinstance(where.layout, Layout) else id(where.layout)
     rest = (where.schedule, where.backend, torch.is_grad_enabled())
     return what, layout, forms, tuple(given.scalars.values()), rest
+
+
+def _identity(mask: Any) -> tuple[int, ...]:
+    """Of a mask with tensors: which it is, and how often they were written to in place."""
+    if not isinstance(mask, Mask):
+        return (id(mask),)
+    tensors = [x for leaf in leaves(mask) if isinstance(leaf, Leaf) for x in leaf.parts()[1]]
+    return id(mask), *(0 if x.is_inference() else x._version for x in tensors)
 
 
 def _prepare(given: Given) -> Prepared:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .comm import Link, Pending
 from .layout import Layout
-from .prepare import links_of
+from .prepare import link_of
 
 
 @torch.compiler.disable
@@ -19,13 +19,17 @@ def unshard(
     """The whole sequence from the shards that the ranks hold; the inverse of `layout.shard`.
 
     Args:
-        x: this rank's tokens along `dim`. mesh: of one dim.
+        x: this rank's tokens along `dim`.
+        layout: which tokens each rank holds.
+        mesh, group: as for `context_parallel_attention`; a mesh of one dim.
+        dim: of x, the tokens'.
     Returns: S tokens along `dim`, the same on every rank. Its gradient is summed over ranks: each
         rank's loss counts.
     Raises: ValueError where x does not hold this rank's tokens.
     Cost: receives the others' shards, each as long as the longest.
+    Deterministic: forward and backward, always.
     """
-    (link,) = links_of(mesh, group)
+    link = link_of("unshard", mesh, group)
     own = layout.lengths[link.rank]
     if layout.ranks != link.ranks or x.shape[dim] != own:
         raise ValueError(

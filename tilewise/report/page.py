@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from ..bench.environment import describe_busy
 from ..bench.peers import TILEWISE
 from . import budget, plots
 from .run import Report
@@ -47,14 +48,14 @@ def render(report: Report) -> str:
     )
     environment.filters |= {"share": write_share, "seconds": write_seconds}
     template = resources.files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
-    series = list(enumerate(report.series))
+    series, busy = list(enumerate(report.series)), describe_busy(report.environment)
     return environment.from_string(template).render(
         report=report,
         checks=report.checks(),
         highlights=find_highlights(report),
         ops=summarize_ops(budget.group(report.verified)),
         failures=[budget.describe_row(r) for r in report.verified if not r.report.is_within],
-        times=[draw(one, TIME, f"time-{i}") for i, one in series],
+        times=[draw(one, TIME, f"time-{i}", busy) for i, one in series],
         weights=[draw(one, MEMORY, f"memory-{i}") for i, one in series],
         model_tables=tabulate_model(report.model),
     )
@@ -90,8 +91,11 @@ def find_highlights(report: Report) -> list[tuple[str, str]]:
                 f"{write_bytes(case.scores_bytes)}",
             )
         )
-    compared = [row for row in windowed if row.ratio_to_sdpa]
-    if compared:
+    # A window that hides little is no window, and nor are times of a busy machine a comparison.
+    compared = [
+        row for row in windowed if row.ratio_to_sdpa and row.case.length >= 2 * row.case.window
+    ]
+    if compared and not describe_busy(report.environment):
         case, ratio = compared[-1].case, compared[-1].ratio_to_sdpa
         found.append(
             (
@@ -102,7 +106,8 @@ def find_highlights(report: Report) -> list[tuple[str, str]]:
     return found
 
 
-def draw(series: Series, measure: Measure, name: str) -> Figure:
+def draw(series: Series, measure: Measure, name: str, busy: str = "") -> Figure:
+    """busy: a sentence where times mean little."""
     found = collect(series, measure, lambda row: row.contestant)
     lines = [plots.Line(who, list(values), list(values.values())) for who, values in found.items()]
     if measure is MEMORY and lines:
@@ -115,7 +120,8 @@ def draw(series: Series, measure: Measure, name: str) -> Figure:
     alt = f"{table.title}, by length, both axes logarithmic. Where the lines end: {ends}."
     svg = plots.draw(lines, measure.write, name=name, alt=alt)
     # Said once, under the times.
-    return Figure(table, svg, describe_ends(series) if measure is TIME else [])
+    notes = [busy, *describe_ends(series)] if measure is TIME else []
+    return Figure(table, svg, [note for note in notes if note])
 
 
 def _scores_line(series: Series) -> plots.Line:

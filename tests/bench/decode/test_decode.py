@@ -73,10 +73,11 @@ def test_the_command_stores_what_it_measured(
     from tilewise.bench.decode import cases
 
     monkeypatch.setattr(cases, f"{what}_cases", lambda on_gpu, is_quick: [TINY])
-    path = tmp_path / "found.json"
-    argv = ["bench", what, "--device", "cpu", "--quick", "--output", str(path)]
+    argv = ["bench", what, "--device", "cpu", "--quick", "--output", str(tmp_path)]
     assert main(argv) == 0
     shown = capsys.readouterr().out
+    # Beside the runs of other kinds on the same day.
+    (path,) = tmp_path.glob(f"{what}-*.json")
     assert "Not in the table: FlashMLA: package flash-mla is not installed." in shown
     document = json.loads(path.read_text())
     assert document["command"] == f"bench {what}"
@@ -85,5 +86,6 @@ def test_the_command_stores_what_it_measured(
     assert set(document["missing_peers"]) == {"FA3", "FlashInfer", "FlashMLA"}
     assert main([*argv, "--minutes", "0.0000001"]) == 0
     assert "Left out for want of time" in capsys.readouterr().out
-    assert main(["bench", what, "--device", "cpu", "--grid", "dense"]) == 2
-    assert "--grid is for the bench of dense attention" in capsys.readouterr().err
+    for option in ("--grid", "--trace", "--lengths"):
+        assert main(["bench", what, "--device", "cpu", option, "64"]) == 2
+        assert f"{option} is for another bench" in capsys.readouterr().err

@@ -115,6 +115,25 @@ def test_every_launch_is_one_that_the_page_knows(gpu: gpus.Gpu) -> None:
         assert is_hopper == (made.choice.name == "hopper")
 
 
+@pytest.mark.parametrize("D", [64, 256])
+@pytest.mark.parametrize("name", ["h100", "a100"])
+def test_the_backward_reads_what_is_there(name: str, D: int) -> None:
+    """Inputs, what the forward left, what an earlier step wrote; and what is kept is counted."""
+    request = ask(D=D, E=D)
+    found = explanation.explain(request, gpus.find(name), compiles=False)
+    backward = found.directions[1]
+    there = {"Q", "K", "V", "dO", "LSE", traffic.KEPT}
+    for step in backward.tiled:
+        assert set(step.reads) <= there, step.title
+        there |= set(step.writes)
+    assert traffic.kept_bytes(request) == 2 * 1024 * 4 * D * 4
+    written = {name: size for step in backward.tiled for name, size in step.writes.items()}
+    scratch = sum(size for name, size in written.items() if name not in ("dQ", "dK", "dV"))
+    held = traffic.sizes(request)["LSE"] + traffic.kept_bytes(request) + scratch
+    assert backward.tiled_extra_bytes == held
+    assert any("O in fp32 too" in line for line in tables.sentences(found))
+
+
 def test_plan_takes_the_tiles_of_the_tables() -> None:
     from tilewise.dense.config import Key, forward_config
 

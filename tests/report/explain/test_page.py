@@ -138,6 +138,13 @@ def test_keys_and_tabs_without_a_mouse() -> None:
     assert found.result["wide"] <= 0
 
 
+def test_a_reference_that_stays_is_said_of_hopper_alone() -> None:
+    for gpu, is_said in (("h100", True), ("a100", False)):
+        assert (
+            "a fixed reference instead" in page.render(explained("causal()", gpu=gpu))
+        ) == is_said
+
+
 def test_page_is_complete_in_itself(tmp_path: Path) -> None:
     target = tmp_path / "page.html"
     argv = ["explain", "--seqlen", "2000", "--batch", "2", "--heads", "8", "--gpu", "b200"]

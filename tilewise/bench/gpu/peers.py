@@ -27,6 +27,11 @@ FLASH, CUDNN, EFFICIENT = "SDPA flash (FA2)", "SDPA cuDNN", "SDPA memory-efficie
 FLEX, EAGER, FA3, FA4 = "FlexAttention", "eager", "FA3", "FA4"
 # Whatever SDPA itself takes for the call: what a user's line costs the host.
 SDPA_AUTO = "SDPA"
+# As options name them.
+SHORT_NAMES = {
+    "fa2": FLASH, "cudnn": CUDNN, "efficient": EFFICIENT, "flex": FLEX, "eager": EAGER, "fa3": FA3,
+    "fa4": FA4,
+}  # fmt: skip
 
 Build = Callable[[Case, torch.device], Attend]
 
@@ -40,15 +45,20 @@ class Roster:
     absent: dict[str, str]
 
 
-def find_roster(backends: Sequence[str] = ("auto",)) -> Roster:
-    """Ours on the backends that are named, padded and packed, and every peer that is here."""
+def find_roster(backends: Sequence[str] = ("auto",), without: Sequence[str] = ()) -> Roster:
+    """Ours on the backends that are named, padded and packed, and every peer that is here.
+
+    without: names of peers that were not asked for.
+    """
     ours = [make(name) for make in (_named_backend, _packed) for name in backends]
     found: list[Peer] = [*_torch_peers()]
-    absent = {}
+    absent = dict.fromkeys(without, "not asked for")
     for name, module, package, make in (
         (FA3, "fa3_fwd_interface", "fa3-fwd", _make_fa3),
         (FA4, "flash_attn.cute", "flash-attn-4", _make_fa4),
     ):
+        if name in without:
+            continue
         try:
             loaded = import_module(module)
         except ModuleNotFoundError as error:
@@ -58,7 +68,7 @@ def find_roster(backends: Sequence[str] = ("auto",)) -> Roster:
             absent[name] = f"{module} cannot be imported: {type(error).__name__}: {error}"
         else:
             found.append(make(loaded, f"{package} {version_of(package) or 'of unknown version'}"))
-    return Roster(tuple(ours), tuple(found), absent)
+    return Roster(tuple(ours), tuple(peer for peer in found if peer.name not in without), absent)
 
 
 def _named_backend(name: str) -> Peer:

@@ -31,7 +31,8 @@ _COPY_BYTES = 1 << 30
 class Request:
     """What to measure; no lengths or dtypes: the grids' own; no minutes: to the end.
 
-    product_size, copy_bytes: of what the ceilings are read off.
+    without: names of peers that take no part. product_size, copy_bytes: of what the ceilings are
+    read off.
     """
 
     device: torch.device
@@ -41,6 +42,7 @@ class Request:
     dtypes: Sequence[torch.dtype] = ()
     is_quick: bool = False
     minutes: float | None = None
+    without: Sequence[str] = ()
     product_size: int = _PRODUCT_SIZE
     copy_bytes: int = _COPY_BYTES
 
@@ -115,7 +117,7 @@ def run(
 
 def _begin(request: Request, meter: Meter) -> tuple[Bench, Result]:
     rounds = 3 if request.is_quick else 7
-    roster = find_roster(request.backends)
+    roster = find_roster(request.backends, request.without)
     ceilings = measure_ceilings(request, meter)
     bench = Bench(request.device, meter, roster, rounds, ceilings["matrix_product_tflops"])
     header = {

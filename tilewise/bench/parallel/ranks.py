@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def _measure_cell(session: Session, cell: Cell) -> None:
     for one in contestants:
         calls[one.name] = (one.call, one.active)
         calls.update({f"{one.name}/{part}": (call, one.active) for part, call in one.parts.items()})
-    calls[_SINGLE] = (_build_single(session, cell), _nothing)
+    calls[_SINGLE] = (_build_single(session, cell), nullcontext)
     times = _time(session, calls, cell)
     singles = [statistics.median(x) for x in gathered(times[_SINGLE])]
     session.singles[cell] = statistics.mean(singles)
@@ -202,12 +203,6 @@ def _build_single(session: Session, cell: Cell) -> Call:
 
 def _how(request: Request, cell: Cell) -> dict[str, Any]:
     return {"has_gradients": cell.has_gradients, "backend": request.backend}
-
-
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def _random(request: Request, tokens: int) -> list[Tensor]:

@@ -139,7 +139,7 @@ def explain(
         Direction(
             "backward", traffic.plain_backward(request), backward,
             pairs * (3 * request.D + 2 * request.E), 3 * S,
-            size["LSE"] + traffic.scratch_bytes(backward),
+            size["LSE"] + traffic.kept_bytes(request) + traffic.scratch_bytes(backward),
         ),
     ]  # fmt: skip
     return Explanation(request, gpu, is_here, plan, counted, binaries, scores, directions)
@@ -246,4 +246,4 @@ def _direction_as_json(found: Explanation, x: Direction) -> dict[str, Any]:
         }
     document["measured_us"] = x.measured_us
     document["share_of_floor"] = floor_s * 1e6 / x.measured_us if x.measured_us else None
-    return document  # fmt: skip
+    return document

@@ -21,6 +21,7 @@ def render(found: Explanation) -> str:
     parts |= {
         "TITLE": html.escape(f"Attention on {found.gpu.title}: {request.mask_text}"),
         "HEADLINE": _headline(tables.headline(found)),
+        "REFERENCE": _REFERENCE if found.plan.choice.name == "hopper" else "",
         "SUMMARY": "\n".join(f"<li>{html.escape(line)}</li>" for line in tables.sentences(found)),
         "TABLES": "\n".join(table_as_html(table) for table in tables.tabulate(found)),
         "DATA": _embed(
@@ -37,6 +38,13 @@ def render(found: Explanation) -> str:
     for i in range(1, len(pieces), 2):
         pieces[i] = parts[pieces[i]]
     return "".join(pieces)
+
+
+_REFERENCE = (
+    '<p class="notes">The recurrence is written with a running maximum. This kernel subtracts a '
+    "fixed reference instead and raises it where a row demands it: the same sums, and a rescale "
+    "factor of 1 nearly everywhere.</p>"
+)
 
 
 def _headline(lines: list[str]) -> str:

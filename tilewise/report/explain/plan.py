@@ -26,6 +26,8 @@ from .request import Request
 _ROLES = (
     ("bwd_hopper_prepare", "delta"),
     ("bwd_hopper_finish", "finish"),
+    ("bwd_hopper_query", "rows"),
+    ("bwd_hopper_wide", "keys"),
     ("bwd_delta", "delta"),
     ("bwd_keys", "keys"),
     ("bwd_rows", "rows"),
@@ -56,7 +58,9 @@ class Launch:
 
     @property
     def role(self) -> str:
-        return next((role for part, role in _ROLES if part in self.name), "other")
+        role = next((role for part, role in _ROLES if part in self.name), "other")
+        # Hopper's kernel of keys leaves dQ to another where it is built so.
+        return "keys" if role == "backward" and not self._has_dq else role
 
     @property
     def products(self) -> int:
@@ -64,6 +68,10 @@ class Launch:
         if self.role == "keys":
             return 1 + 2 * ("dK" in self.makes) + ("dV" in self.makes)
         return _PRODUCTS.get(self.role, 0)
+
+    @property
+    def _has_dq(self) -> bool:
+        return all(getattr(argument, "has_dq", True) for argument in self.arguments)
 
     @property
     def dims(self) -> tuple[int, int] | None:

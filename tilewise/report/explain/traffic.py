@@ -20,6 +20,8 @@ _LSE_BYTES = 4
 _ROW_BYTES, _HOPPER_ROW_BYTES = 16, 8
 # Where Hopper's backward adds dQ up.
 _BUFFER = "dQ in fp32"
+# What the forward of a call that learns writes beside what it returns.
+KEPT = "O in fp32"
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,13 @@ def tiled_steps(
     size, item = sizes(request), request.itemsize
     Q, K, V, out = (size[name] for name in "QKVO")
     has_buffer = bool(plan.of_role("finish"))
-    row_bytes = _HOPPER_ROW_BYTES if has_buffer else _ROW_BYTES
+    is_hopper = any("hopper" in launch.name for launch in plan.of_role("delta"))
+    row_bytes = _HOPPER_ROW_BYTES if is_hopper else _ROW_BYTES
     rows = request.B * request.H * request.M * row_bytes
     buffer = {_BUFFER: Q // item * 4} if has_buffer else {}
     for launch in plan.launches:
         if launch.role == "delta":
-            reads = {"O": out, "dO": out, "LSE": size["LSE"]}
+            reads = {KEPT: kept_bytes(request), "dO": out, "LSE": size["LSE"]}
             asked = sum(reads.values())
             made = {"row numbers": rows, **buffer}
             backward.append(Step("δ = rowsum(dO ∘ O)", 0, 0, reads, made, asked))
@@ -147,6 +150,11 @@ def tiled_steps(
             step = Step("dQ, dK and dV", flops, area, reads | buffer, made, asked)
         backward.append(step)
     return forward, backward
+
+
+def kept_bytes(request: Request) -> int:
+    """O as it was summed, which the forward keeps where something learns."""
+    return sizes(request)["O"] // request.itemsize * max(4, request.itemsize)
 
 
 def scratch_bytes(steps: list[Step]) -> int:

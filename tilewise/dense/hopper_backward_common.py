@@ -1,0 +1,326 @@
+"""What the kernels of the hopper backward share: where a program's keys are, its producer, scores.
+
+Dims: a program owns `block_n` keys of one kv head and visits blocks of `block_m` query rows, head
+    after head of the group. Keys come in tiles of 64, as many as a warp group multiplies.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..kernels.gluon import (
+    exp2_fast,
+    fence_async_shared,
+    gl,
+    gluon,
+    mask_columns,
+    mbarrier,
+    subtract_distance,
+    tanh_fast,
+    tma_load,
+    warpgroup_mma,
+)
+from ..kernels.masks import row_span
+from ..kernels.placement import FIELDS, FIRST_K_TILE, FIRST_Q_TILE, PACKED, sequence_at
+from ..kernels.scores import load_slope
+from ..kernels.softmax import LOG2_E
+from ..kernels.structs import decode
+from ..kernels.tiles import row_base
+from .hopper_producer import ROWS, SpanBuild, clear_rows, find_sequence, order_of
+
+BLOCK_M = gl.constexpr(64)
+
+
+class BackwardBuild(NamedTuple):
+    """What a kernel is compiled for.
+
+    dim, value_dim: as tiles hold them. place: see `placement.py`. span: of a tile of keys.
+    is_folded: a score is nothing but the scaled product. is_capped, has_slopes: there is a softcap,
+    there are slopes. has_dq: dQ is added up in the same pass. slots: blocks of rows in flight.
+    keeps_keys: K and V stay in registers as left operands. takes_turns: groups issue their
+    products one after the other. registers: of consumers, of the producer. columns, value_columns:
+    of dK and dV in memory, where they are not stored by TMA. is_added: dK and dV are added to fp32
+    tensors.
+    """
+
+    dim: int
+    value_dim: int
+    place: int
+    span: SpanBuild
+    is_folded: bool
+    is_capped: bool
+    has_slopes: bool
+    has_dq: bool
+    slots: int
+    keeps_keys: bool
+    takes_turns: bool
+    registers: tuple[int, int]
+    columns: int
+    value_columns: int
+    is_added: bool
+
+
+class Descriptors(NamedTuple):
+    """For TMA: inputs, then outputs. rows: lse and delta of blocks. dq: the buffer, if any."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    rows: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class Heads(NamedTuple):
+    """The order of a kernel's programs. n_heads: over all batch rows. together: how many take turns
+    (see `hopper_producer.order_of`). n_blocks: of 64 rows of a query head, of all sequences. All
+    are coded."""
+
+    n_heads: Any
+    together: Any
+    n_blocks: Any
+
+
+class Tile(NamedTuple):
+    """Which keys a program owns: the number of their sequence, the kv head, the tile in the
+    sequence. blocks_of_head: of rows, of all sequences (coded)."""
+
+    index: Any
+    kv_head: Any
+    number: Any
+    blocks_of_head: Any
+
+
+class Work(NamedTuple):
+    """What a program visits: for each of the group's heads n_blocks blocks of rows, from number
+    `begin` of the sequence on, of which those from `head` on need no test, n_whole of them.
+    n_all: for all heads. origin: the first among the blocks of all heads and sequences."""
+
+    begin: Any
+    head: Any
+    n_whole: Any
+    n_blocks: Any
+    n_all: Any
+    origin: Any
+    blocks_of_head: Any
+
+
+@gluon.jit
+def locate(call, heads, BUILD: gl.constexpr):
+    """A program's tile, before its warps take their roles."""
+    place = call.place
+    n_tiles, n_heads = decode(place.n_tiles), decode(heads.n_heads)
+    head, tile = order_of(gl.program_id(0), n_tiles, n_heads, decode(heads.together))
+    if BUILD.place >= PACKED:
+        index = find_sequence(place, tile, FIRST_K_TILE, 4)
+        first = gl.load(place.table + index.to(gl.int64) * FIELDS + FIRST_K_TILE)
+        return Tile(index, head, tile - first, heads.n_blocks)
+    else:
+        G = decode(place.H) // decode(place.group)
+        return Tile(head // G, head % G, tile, heads.n_blocks)
+
+
+@gluon.jit
+def sequence_of(call, tile, BUILD: gl.constexpr):
+    """A program's sequence, and its first key there. Found anew where it is needed: carried around
+    the loop, its fields would take registers."""
+    return sequence_at(call.place, tile.index, BUILD.place), tile.number * BUILD.span.block_n
+
+
+@gluon.jit
+def find_work(call, tile, BUILD: gl.constexpr):
+    seq, _ = sequence_of(call, tile, BUILD)
+    SPAN: gl.constexpr = BUILD.span
+    span = row_span(call.mask, seq, tile.kv_head, tile.number, 0, SPAN)
+    if BUILD.place >= PACKED:
+        at = call.place.table + tile.index.to(gl.int64) * FIELDS + FIRST_Q_TILE
+        first = gl.load(at)
+    else:
+        first = tile.index * ((seq.q_stored + BLOCK_M - 1) // BLOCK_M)
+    group, blocks_of_head = decode(call.place.group), decode(tile.blocks_of_head)
+    n_blocks = span.n_whole + span.n_partial
+    origin = tile.kv_head * group * blocks_of_head + first + span.begin
+    return Work(
+        span.begin, span.head, span.n_whole, gl.maximum(n_blocks, 1), n_blocks * group, origin,
+        blocks_of_head,
+    )  # fmt: skip
+
+
+@gluon.jit
+def block_of(work, j):
+    """Of a program's block number j: the head in the group, which of the head's blocks it is, and
+    which among all."""
+    head = j // work.n_blocks
+    i = j - head * work.n_blocks
+    return head, i, work.origin + head * work.blocks_of_head + i
+
+
+# ---------------------------------------------------------------- producer
+
+
+@gluon.jit
+def load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
+    work = find_work(call, tile, BUILD)
+    seq, n0 = sequence_of(call, tile, BUILD)
+    # Rows that see something and keys that something sees; others may be NaN, and become 0.
+    first_row = gl.maximum(seq.low - seq.right, 0)
+    last_row = gl.minimum(seq.q_used, seq.high - seq.left)
+    first_key = gl.maximum(seq.low, seq.left)
+    last_key = gl.minimum(seq.high, seq.q_used + seq.right)
+    n_landed = _load_keys(descs, memory, seq, tile, first_key - n0, last_key - n0, BUILD)
+    first_head = tile.kv_head * decode(call.place.group)
+    for j in range(work.n_all + 1):
+        head, i, number = block_of(work, gl.maximum(gl.minimum(j, work.n_all - 1), 0))
+        slot = j % BUILD.slots
+        if j >= BUILD.slots:
+            mbarrier.wait(memory.empty.index(slot), (j // BUILD.slots - 1) & 1)
+        m0 = (work.begin + i) * BLOCK_M
+        is_cut = m0 + BLOCK_M > last_row
+        if BUILD.place < PACKED:
+            # TMA itself fills up with zeros where storage ends.
+            is_cut = is_cut & (last_row < seq.q_stored)
+        is_cut = is_cut | (m0 < first_row)
+        at = [seq.batch, first_head + head, seq.q_first + m0, 0]
+        full = memory.q_full.index(slot)
+        rows_at = [number * 2 * BLOCK_M]
+        if is_cut:
+            start, stop = first_row - m0, last_row - m0
+            n_landed = land(descs.q, memory.q, memory.landing, at, slot, n_landed)
+            clear_rows(memory.q, slot, start, stop, BLOCK_M, BUILD.dim)
+            n_landed = land(descs.dout, memory.dout, memory.landing, at, slot, n_landed)
+            clear_rows(memory.dout, slot, start, stop, BLOCK_M, BUILD.value_dim)
+            fence_async_shared()
+            mbarrier.arrive(memory.do_full.index(slot), count=1)
+            mbarrier.expect(full, descs.rows.block_type.nbytes)
+            tma_load(descs.rows, rows_at, full, memory.rows.index(slot))
+        else:
+            mbarrier.expect(full, descs.q.block_type.nbytes + descs.rows.block_type.nbytes)
+            tma_load(descs.q, at, full, memory.q.index(slot))
+            # Before dO, which is needed later.
+            tma_load(descs.rows, rows_at, full, memory.rows.index(slot))
+            mbarrier.expect(memory.do_full.index(slot), descs.dout.block_type.nbytes)
+            tma_load(descs.dout, at, memory.do_full.index(slot), memory.dout.index(slot))
+
+
+@gluon.jit
+def _load_keys(descs, memory, seq, tile, start, stop, BUILD: gl.constexpr):
+    """K and V, with zeros in the rows outside [start, stop). Returns: n_landed."""
+    n0 = tile.number * BUILD.span.block_n
+    is_cut = stop < BUILD.span.block_n
+    if BUILD.place < PACKED:
+        is_cut = is_cut & (stop + n0 < seq.k_stored)
+    is_cut = is_cut | (start > 0)
+    full = memory.keys_full.index(0)
+    TILES: gl.constexpr = BUILD.span.block_n // ROWS
+    n_landed = 0
+    if is_cut:
+        for i in gl.static_range(TILES):
+            at = [seq.batch, tile.kv_head, seq.k_first + n0 + i * ROWS, 0]
+            n_landed = land(descs.k, memory.k, memory.landing, at, i, n_landed)
+            clear_rows(memory.k, i, start - i * ROWS, stop - i * ROWS, ROWS, BUILD.dim)
+            n_landed = land(descs.v, memory.v, memory.landing, at, i, n_landed)
+            clear_rows(memory.v, i, start - i * ROWS, stop - i * ROWS, ROWS, BUILD.value_dim)
+        fence_async_shared()
+        mbarrier.arrive(full, count=1)
+    else:
+        mbarrier.expect(full, TILES * (descs.k.block_type.nbytes + descs.v.block_type.nbytes))
+        for i in gl.static_range(TILES):
+            at = [seq.batch, tile.kv_head, seq.k_first + n0 + i * ROWS, 0]
+            tma_load(descs.k, at, full, memory.k.index(i))
+            tma_load(descs.v, at, full, memory.v.index(i))
+    return n_landed
+
+
+@gluon.jit
+def land(desc, ring, landing, at, slot, n_landed):
+    """Copy a tile and wait for it. Returns: how often that was done."""
+    mbarrier.expect(landing.index(0), desc.block_type.nbytes)
+    tma_load(desc, at, landing.index(0), ring.index(slot))
+    mbarrier.wait(landing.index(0), n_landed & 1)
+    return n_landed + 1
+
+
+# ---------------------------------------------------------------- consumers
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def left_operand(columns):
+    return gl.DotOperandLayout(0, accumulator(columns), 2)
+
+
+@gluon.jit
+def tile_at(ring, slot, ROWS_OF_TILE: gl.constexpr, DIM: gl.constexpr):
+    return ring.index(slot).reshape([ROWS_OF_TILE, DIM])
+
+
+@gluon.jit
+def issue_transposed(left, rows, slot, DIM: gl.constexpr):
+    """64 rows of `left` times those of a slot, `[64, 64]`, on its way."""
+    zero = gl.zeros([ROWS, BLOCK_M], gl.float32, accumulator(BLOCK_M))
+    right = tile_at(rows, slot, BLOCK_M, DIM).permute((1, 0))
+    return warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def probabilities(s, lse, call, tile, work, j, ID: gl.constexpr, BUILD: gl.constexpr):
+    """P of tile ID of the keys and block j of the rows from their products, and P times what dP is
+    to be multiplied by on its way to dS: the softcap's derivative, where there is one."""
+    head, i, _ = block_of(work, j)
+    m0 = (work.begin + i) * BLOCK_M
+    scale, derivative = call.terms.scale, 1.0
+    if not BUILD.is_folded:
+        scale = 1.0
+        if BUILD.is_capped:
+            t = tanh_fast(s * call.terms.scale)
+            s, derivative = t * (call.terms.cap * LOG2_E), 1.0 - t * t
+        else:
+            s = s * (call.terms.scale * LOG2_E)
+        if BUILD.has_slopes:
+            seq, n0 = sequence_of(call, tile, BUILD)
+            KEY: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+            n = n0 + ID * ROWS + gl.arange(0, ROWS, layout=KEY)
+            slope = load_slope(call.terms, seq, tile.kv_head * decode(call.place.group) + head)
+            s = subtract_distance(
+                s, (n - seq.shift - m0).to(gl.float32), slope * LOG2_E, ROWS, BLOCK_M
+            )
+    if (i < work.head) | (i >= work.head + work.n_whole):
+        s = _mask(s, call, tile, m0, ID, BUILD)
+    p = exp2_fast(s * scale - lse[None, :])
+    if BUILD.is_capped:
+        return p, p * derivative
+    else:
+        return p, p
+
+
+@gluon.jit
+def _mask(s, call, tile, m0, ID: gl.constexpr, BUILD: gl.constexpr):
+    """-inf where a row does not see a key."""
+    seq, n0 = sequence_of(call, tile, BUILD)
+    KEY: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    n = n0 + ID * ROWS + gl.arange(0, ROWS, layout=KEY)
+    is_key = (n >= seq.low) & (n < seq.high)
+    stop = gl.where(is_key, n - seq.left + 1, 0)
+    return mask_columns(s, n - seq.right - m0, stop - m0, True, ROWS, BLOCK_M)
+
+
+@gluon.jit
+def store_rows(
+    out, at, x, n_rows, COLUMNS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr
+):  # fmt: skip
+    """The first n_rows of a consumer's rows; with ADD added to what is there."""
+    LAYOUT: gl.constexpr = x.type.layout
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
+    base = row_base(out, at[0], at[2], at[1])
+    ptrs = base + (rows.to(gl.int64) * out.stride_m)[:, None] + cols[None, :]
+    mask = (rows < n_rows)[:, None] & (cols < COLUMNS)[None, :]
+    if ADD:
+        x += gl.load(ptrs, mask=mask, other=0.0)
+    gl.store(ptrs, x.to(out.ptr.dtype.element_ty), mask=mask)
