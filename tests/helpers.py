@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise import catalog
-from tilewise.dense.budget import Case
+from tilewise.core.case import Case
 from tilewise.report.verify import verify_case
 
 OPS = {op.name: op for op in catalog.OPS}

@@ -7,8 +7,8 @@ import torch
 
 from tests.helpers import UNDER_TEST
 from tilewise import catalog
+from tilewise.core.case import Case
 from tilewise.core.shapes import COMPUTE_DTYPES
-from tilewise.dense.budget import Case
 from tilewise.report import budget
 from tilewise.report.verify import verify_case
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.core.case import Case
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
-from tilewise.dense.budget import Case, eager
+from tilewise.dense.budget import eager
 from tilewise.flash_attn import flash_attn_3 as fa3
 
 SHARED: dict[str, Any] = {

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.gpu.fuzz_masks import Span, draw_mask, ints
-from tilewise.dense.budget import Case, _piece
+from tilewise.core.case import Case
+from tilewise.dense.budget import _piece
 from tilewise.dense.reference import sequences
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -14,8 +14,8 @@ from tests.gpu import common
 from tests.gpu.fuzz import Call, draw
 from tests.helpers import OPS
 from tilewise.catalog import Op
+from tilewise.core.case import Case
 from tilewise.core.tolerance import BudgetReport
-from tilewise.dense.budget import Case
 from tilewise.report.verify import verify_case
 
 # Below so many entries eager may be nearly exact by luck, and the budget tighter than it means.

@@ -17,9 +17,9 @@ from tests.gpu import common, fuzz, fuzz_judge
 from tests.gpu.fuzz import Call
 from tests.gpu.fuzz_judge import pooled, problems_of, reports_of
 from tests.gpu.fuzz_masks import LEAVES
+from tilewise.core.case import Case
 from tilewise.core.tolerance import BudgetReport
 from tilewise.dense import budget
-from tilewise.dense.budget import Case
 
 CPU = torch.device("cpu")
 NAN = float("nan")

@@ -29,10 +29,11 @@ from tests.gpu.hopper import (
     no_hang,
 )
 from tests.helpers import check_call
+from tilewise.core.case import Case
 from tilewise.core.tolerance import assert_within_budget
 from tilewise.dense import hopper_backward_call
 from tilewise.dense.api import attention_partial_backward
-from tilewise.dense.budget import Case, floors
+from tilewise.dense.budget import floors
 
 __all__ = ["compiled", "no_hang"]
 pytestmark = [pytest.mark.gpu, NEEDS_HOPPER]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.parallel.ranks import POOLS, Rank
+from tests.parallel.ranks import POOLS, Job, Rank, Ranks
+from tilewise.core.case import Case
 from tilewise.core.philox import draw_rng
-from tilewise.core.tolerance import BudgetReport
+from tilewise.core.tolerance import BudgetReport, assert_within_budget
 from tilewise.dense import budget
-from tilewise.dense.budget import Case
-from tilewise.parallel import comm, prepare
+from tilewise.parallel import comm, prepare, zigzag
 from tilewise.parallel.agree import Memo
 from tilewise.parallel.layout import Layout
 from tilewise.report.verify import verify_case
@@ -202,3 +202,16 @@ def outcome(way: Way, tensors: dict[str, Tensor], seed: int = 0, **options: Any)
     out, lse = OverRanks.apply(way, case, tuple(tensors), *leaves)
     ones = (torch.ones_like(out), torch.ones_like(lse))
     return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, ones)]
+
+
+def check_unshard(pool: Ranks, ranks: int, job: Job) -> None:
+    """The whole sequence on each rank, and the sum of all ranks' gradients. job: `jobs.unsharded`,
+    which imports from here."""
+    layout, x = zigzag(29, ranks), torch.randn(2, 29, 3, dtype=torch.float64)
+    weights = [torch.randn_like(x) for _ in range(ranks)]
+    found = pool.run(ranks, job, layout, x, weights)
+    total = torch.stack(weights).sum(0)
+    for rank, (whole, grad) in enumerate(found):
+        assert torch.equal(whole, x)
+        exact = layout.shard(total, rank)
+        assert_within_budget(grad, exact, exact.float())

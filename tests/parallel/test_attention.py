@@ -262,15 +262,21 @@ def combination(
     return way_of(schedule, layout, ranks), tensors, {"mask": MASKS[mask](), **options}, refusal
 
 
-@pytest.mark.parametrize("index", range(60))
-def test_any_combination(index: int) -> None:
-    way, tensors, options, refusal = combination(index)
+def check_combination(
+    index: int, way: Way, tensors: dict[str, Tensor], options: dict[str, Any], refusal: str
+) -> None:
+    """Right on every rank, or refused on every rank."""
     if refusal:
         with pytest.raises(RankError, match=refusal) as caught:
             outcome(way, tensors, **options)
         assert caught.value.kinds == dict.fromkeys(range(way.ranks), "NotImplementedError")
     else:
         check_over_ranks(way, tensors, seed=index, **options)
+
+
+@pytest.mark.parametrize("index", range(60))
+def test_any_combination(index: int) -> None:
+    check_combination(index, *combination(index))
 
 
 def test_a_mask_that_is_written_to_is_planned_again() -> None:

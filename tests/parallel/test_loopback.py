@@ -11,11 +11,11 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.helpers import UNDER_TEST, backends, runs_kernels
+from tilewise.core.case import Case
 from tilewise.core.partials import Partial, merge, merge_into
 from tilewise.core.philox import draw_rng
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
 from tilewise.dense import budget
-from tilewise.dense.budget import Case
 from tilewise.parallel import Layout, balanced, document_zigzag, striped, zigzag
 from tilewise.parallel.loopback import loopback
 from tilewise.parallel.numbered import Numbering

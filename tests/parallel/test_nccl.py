@@ -16,7 +16,7 @@ import torch
 import tilewise as tw
 from tests.parallel import jobs
 from tests.parallel import test_attention as cases
-from tests.parallel.over_ranks import Way, check_over_ranks, outcome
+from tests.parallel.over_ranks import Way, check_over_ranks, check_unshard, outcome
 from tests.parallel.ranks import GPU_MESHES, GPU_RANKS, RankError
 from tilewise.core.tolerance import assert_within_budget
 from tilewise.parallel import document_zigzag, volumes, zigzag
@@ -146,14 +146,8 @@ def test_dropout_keeps_the_bits_of_one_rank(schedule: str) -> None:
 
 @pytest.mark.parametrize("index", range(60))
 def test_any_combination(index: int) -> None:
-    way, tensors, options, refusal = cases.combination(index, COUNTS, (R,))
-    way = replace(way, pool="nccl")
-    if refusal:
-        with pytest.raises(RankError, match=refusal) as caught:
-            outcome(way, tensors, **options)
-        assert caught.value.kinds == dict.fromkeys(range(way.ranks), "NotImplementedError")
-    else:
-        check_over_ranks(way, tensors, seed=index, **options)
+    way, *call = cases.combination(index, COUNTS, (R,))
+    cases.check_combination(index, replace(way, pool="nccl"), *call)
 
 
 # ---------------------------------------------------------------- tiles of the kernels' own size
@@ -229,14 +223,7 @@ def test_a_block_of_a_model(how: str) -> None:
 
 @pytest.mark.parametrize("ranks", COUNTS)
 def test_unshard_and_its_gradient(ranks: int) -> None:
-    layout, x = zigzag(29, ranks), torch.randn(2, 29, 3, dtype=torch.float64)
-    weights = [torch.randn_like(x) for _ in range(ranks)]
-    found = GPU_RANKS.run(ranks, jobs.unsharded, layout, x, weights)
-    total = torch.stack(weights).sum(0)
-    for rank, (whole, grad) in enumerate(found):
-        assert torch.equal(whole, x)
-        exact = layout.shard(total, rank)
-        assert_within_budget(grad, exact, exact.float())
+    check_unshard(GPU_RANKS, ranks, jobs.unsharded)
 
 
 @pytest.mark.parametrize("M", (1, 3))

@@ -10,7 +10,7 @@ import torch
 import tilewise as tw
 from tests.helpers import UNDER_TEST
 from tests.parallel import jobs
-from tests.parallel.over_ranks import Way
+from tests.parallel.over_ranks import Way, check_unshard
 from tests.parallel.ranks import GPU_RANKS, RANKS, WORLD, RankError
 from tilewise.core.tolerance import assert_within_budget
 from tilewise.parallel import contiguous, striped, unshard, volumes, zigzag
@@ -235,14 +235,7 @@ def test_beside_tensor_parallelism() -> None:
 
 @pytest.mark.parametrize("ranks", (1, 3, 4))
 def test_unshard_and_its_gradient(ranks: int) -> None:
-    layout, x = zigzag(29, ranks), torch.randn(2, 29, 3, dtype=torch.float64)
-    weights = [torch.randn_like(x) for _ in range(ranks)]
-    found = RANKS.run(ranks, jobs.unsharded, layout, x, weights)
-    total = torch.stack(weights).sum(0)
-    for rank, (whole, grad) in enumerate(found):
-        assert torch.equal(whole, x)
-        exact = layout.shard(total, rank)
-        assert_within_budget(grad, exact, exact.float())
+    check_unshard(RANKS, ranks, jobs.unsharded)
 
 
 # ---------------------------------------------------------------- the choice of a schedule

@@ -59,8 +59,8 @@ def test_a_call_on_the_cpu_has_its_parts_and_no_kernels(tmp_path: Path) -> None:
 
 def test_plain_steps_are_attention() -> None:
     from tests.helpers import OPS
+    from tilewise.core.case import Case
     from tilewise.core.tolerance import assert_within_budget
-    from tilewise.dense.budget import Case
 
     request = ask()
     q, k, v = (torch.randn(1, 96, heads, dim) for heads, dim in ((4, 32), (2, 32), (2, 16)))

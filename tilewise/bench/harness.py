@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import catalog
+from ..core.case import Case as Call
 from ..core.tolerance import measure_budget
-from ..dense.budget import Case as Call
 from . import memory
 from .cases import Case
 from .peers import BASELINES, TORCH_FLASH_OP, Peer, bind, explain_choice

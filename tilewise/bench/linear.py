@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .. import catalog
+from ..core.case import Case
 from ..core.tolerance import measure_budget
 from ..linear import api
-from ..linear.budget import Case
 
 VERIFIED_LENGTH = 150
 _GATED = ("simple_gla", "gla", "gated_delta_rule", "kda")

@@ -110,6 +110,22 @@ def check_same_dtype(op: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
     return dtype
 
 
+def check_head_dims(op: str, dims: Mapping[str, int]) -> None:
+    """Raise unless D and E are at least 1."""
+    if dims["D"] == 0 or dims["E"] == 0:
+        raise ValueError(
+            f"{op}: head dimensions must be at least 1, got D = {dims['D']} and E = {dims['E']}."
+        )
+
+
+def check_head_ratio(op: str, H: int, G: int, more: str, fewer: str) -> None:
+    """Raise unless H heads are whole groups of G. more, fewer: whose they are, in words."""
+    if G == 0 or H == 0 or H % G != 0:
+        raise ValueError(
+            f"{op}: {more} must be a multiple of {fewer} and not 0, got H = {H} and G = {G}."
+        )
+
+
 def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, stored: int) -> None:
     """Raise ValueError unless bounds start at 0, never fall and end within what is stored.
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.case import Case
 from ..core.mask_leaves import full
 from ..core.partials import Partial
-from ..dense.budget import Case
 from . import api
 from .call import CacheCall, Splits, make_call
 from .choice import why_not_triton

@@ -14,6 +14,7 @@ from ..core.shapes import (
     COMPUTE_DTYPES,
     check_broadcastable,
     check_cu_seqlens,
+    check_head_ratio,
     check_same_device,
     check_shapes,
 )
@@ -102,11 +103,7 @@ def make_call(
     q_spec = f"{B} M H {D}" if cu_seqlens_q is None else f"T H {D}"
     dims = check_shapes(op, named, q=q_spec, cu_seqlens_q=str(B + 1))
     H = dims["H"]
-    if H == 0 or H % G != 0:
-        raise ValueError(
-            f"{op}: the query heads of q must be a multiple of the kv heads of the cache and not "
-            f"0, got H = {H} and G = {G}."
-        )
+    check_head_ratio(op, H, G, "the query heads of q", "the kv heads of the cache")
     _check_dtypes(op, q, cache)
     if cu_seqlens_q is not None and cu_seqlens_q.dtype not in _INDEX:
         raise ValueError(f"{op}: cu_seqlens_q must be int32 or int64, got {cu_seqlens_q.dtype}.")

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.case import Case
 from ..core.mask import Mask
 from ..core.mask_leaves import causal, chunked, full, prefix, tree, window
 from ..core.shapes import accumulator_of
-from ..dense.budget import Case
 from .budget import unread
 from .cache import FLOAT8, KVCache
 

@@ -398,12 +398,15 @@ def _attend(
     *,
     is_partial: bool = False,
 ) -> Partial:
-    key = None
+    key, learns = None, False
     if not placement and not torch.compiler.is_compiling() and backend in warm.BACKENDS:
-        key = warm.key_of(q, k, v, mask, terms, out_dtype, backend, _learns(q, k, v))
+        learns = _learns(q, k, v)
+        key = warm.key_of(q, k, v, mask, terms, out_dtype, backend, learns)
         found = warm.find(key)
-        if found is not None:
+        if found is not None and learns:
             return _run_warm(q, k, v, found, out_dtype or q.dtype, is_partial)
+        if found is not None:
+            return Partial(*found.forward.run(q, k, v))
     check_are_tensors(op, {"q": q, "k": k, "v": v})
     if _is_distributed(q, k, v):
         from .sharded import attend_sharded
@@ -434,7 +437,7 @@ def _attend(
     arguments = arguments._replace(backend=name)
     result = Partial(*_run_op(q, k, v, arguments, out_dtype, is_partial))
     # Only what has run serves calls after it.
-    stored = dtype_for_backward(q.dtype) if _learns(q, k, v) else out_dtype
+    stored = dtype_for_backward(q.dtype) if learns else out_dtype
     warm.keep(key, q, k, v, arguments, stored)
     return result
 
@@ -484,12 +487,10 @@ def is_transformed() -> bool:
 def _run_warm(
     q: Tensor, k: Tensor, v: Tensor, found: warm.Warm, out_dtype: torch.dtype, is_partial: bool
 ) -> Partial:
-    """Run a call that is like one before it."""
-    if _learns(q, k, v):
-        run: Any = Attention.apply
-        rest = found.arguments[3:]
-        return Partial(*run(q, k, v, None, None, None, rest, out_dtype, is_partial, found))
-    return Partial(*found.forward.run(q, k, v))
+    """Run a call that learns and is like one before it."""
+    run: Any = Attention.apply
+    rest = found.arguments[3:]
+    return Partial(*run(q, k, v, None, None, None, rest, out_dtype, is_partial, found))
 
 
 def _distinct(

@@ -6,13 +6,13 @@ formula in plain torch with the input dtype's products. Each returns the op's ou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.case import Case
 from ..core.mask_leaves import full
 from ..core.partials import Partial
 from ..core.philox import draw_rng
@@ -21,21 +21,6 @@ from .checks import PLACEMENT, check_call
 from .choice import why_not_hopper
 from .piece import Piece
 from .reference import attention_eager, sequences, softmax
-
-
-@dataclass
-class Case:
-    """One call of a dense op.
-
-    tensors: the floating arguments by name, each of which gets a gradient.
-    options: the others. seed: torch's seed at the call, so that dropout is the same in each form.
-    """
-
-    op: str
-    name: str
-    tensors: dict[str, Tensor]
-    options: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
 
 
 def run(case: Case, tensors: dict[str, Tensor], backend: str) -> dict[str, Tensor]:

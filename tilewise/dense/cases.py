@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.case import Case
 from ..core.mask import Mask
 from ..core.mask_bits import blocks, from_function
 from ..core.mask_leaves import (
@@ -27,7 +28,6 @@ from ..core.mask_leaves import (
     window,
 )
 from ..core.shapes import accumulator_of
-from .budget import Case
 
 Shape = tuple[int, int, int, int, int, int, int]
 _SHAPE: Shape = (2, 67, 149, 6, 2, 16, 16)

@@ -11,6 +11,8 @@ from torch import Tensor
 from ..core.mask import Mask
 from ..core.shapes import (
     check_broadcastable,
+    check_head_dims,
+    check_head_ratio,
     check_same_device,
     check_same_dtype,
     check_shapes,
@@ -140,16 +142,9 @@ def _check_tensors(
         if name in tensors and name.startswith("seqused"):
             _check_per_batch(op, name, tensors[name], dims["B"])
     check_same_dtype(op, {"q": q, "k": k, "v": v})
-    if dims["D"] == 0 or dims["E"] == 0:
-        raise ValueError(
-            f"{op}: head dimensions must be at least 1, got D = {dims['D']} and E = {dims['E']}."
-        )
-    H, G = dims["H"], dims["G"]
-    if G == 0 or H == 0 or H % G != 0:
-        raise ValueError(
-            f"{op}: the query heads of q must be a multiple of the kv heads of k and not 0, "
-            f"got H = {H} and G = {G}."
-        )
+    check_head_dims(op, dims)
+    more, fewer = "the query heads of q", "the kv heads of k"
+    check_head_ratio(op, dims["H"], dims["G"], more, fewer)
     for name, spec in (("alibi_slopes", "B H"), ("sinks", "H")):
         tensor = terms[name]
         if tensor is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.case import Case
 from ..core.partials import Partial, merge
 from ..core.shapes import accumulator_of
-from .budget import Case
 from .reference import logsumexp, merge_reference
 
 

@@ -361,7 +361,7 @@ class Attention(torch.autograd.Function):
             ctx.save_for_backward(q, k, v, out, lse)
             if not lse_has_grad:
                 ctx.mark_non_differentiable(lse)
-            return (out if out.dtype == out_dtype else out.to(out_dtype)), lse
+            return out.to(out_dtype), lse
         wanted = [ctx.needs_input_grad[i] for i in (3, 4, 5)]
         arguments = Arguments(bias, slopes, sinks, *rest)
         out, lse = torch.ops.tilewise.attention_fwd(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.case import Case
 from . import api
 from .choice import LARGEST_DIM
 from .inputs import Inputs
@@ -18,18 +17,6 @@ from .transforms import l2_norm, log_gate, step_size
 # How often a product is rounded on its way into a result: when it is made and in the sums; and
 # where there are gates its decay is, as a sum of gates and as their power.
 _ROUNDINGS, _DECAY_ROUNDINGS = 2.0, 2.0
-
-
-@dataclass
-class Case:
-    """One call: tensors, the floating arguments by name, each of which gets a gradient; options,
-    the others."""
-
-    op: str
-    name: str
-    tensors: dict[str, Tensor]
-    options: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
 
 
 def run(case: Case, tensors: dict[str, Tensor], backend: str) -> dict[str, Tensor]:

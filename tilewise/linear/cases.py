@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.case import Case
 from ..core.shapes import accumulator_of
-from .budget import Case
 
 # B, M, H, G, D, E; packed: B sequences in M tokens.
 Shape = tuple[int, int, int, int, int, int]

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.shapes import accumulator_of, check_same_device, check_same_dtype, check_shapes
+from ..core.shapes import (
+    accumulator_of,
+    check_head_dims,
+    check_head_ratio,
+    check_same_device,
+    check_same_dtype,
+    check_shapes,
+)
 from .inputs import Inputs
 
 
@@ -83,16 +90,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def check_heads(op: str, dims: dict[str, int]) -> None:
-    if dims["D"] == 0 or dims["E"] == 0:
-        raise ValueError(
-            f"{op}: head dimensions must be at least 1, got D = {dims['D']} and E = {dims['E']}."
-        )
-    H, G = dims["H"], dims["G"]
-    if G == 0 or H == 0 or H % G != 0:
-        raise ValueError(
-            f"{op}: the heads of v must be a multiple of the heads of q and k and not 0, "
-            f"got H = {H} and G = {G}."
-        )
+    check_head_dims(op, dims)
+    check_head_ratio(op, dims["H"], dims["G"], "the heads of v", "the heads of q and k")
 
 
 def check_bounds(op: str, cu_seqlens: Tensor) -> None:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from ..catalog import OPS
-from ..dense.budget import Case
+from ..core.case import Case
 from ..dense.checks import PLACEMENT, check_call
 from ..dense.choice import explain_elsewhere
 from ..dense.piece import Piece

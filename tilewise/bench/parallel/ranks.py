@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core.case import Case
 from ...core.tolerance import measure_budget
 from ...dense import budget
 from ...parallel.comm import count_traffic
@@ -372,7 +373,7 @@ def _oracle(cell: Cell, whole: list[Tensor], form: Any, dtype: torch.dtype) -> l
     leaves = dict(
         zip("qkv", (x.to(dtype, copy=True).requires_grad_() for x in whole), strict=False)
     )
-    case = budget.Case("attention", str(cell), leaves, {"mask": cell.build_mask(whole[0].device)})
+    case = Case("attention", str(cell), leaves, {"mask": cell.build_mask(whole[0].device)})
     out = form(case, leaves)["out"]
     return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), whole[3].to(dtype))]
 
