@@ -14,7 +14,7 @@ from tests.compile import offline
 from tests.compile.offline import TARGETS, compile_call
 from tilewise import linear
 from tilewise.linear import choice
-from tilewise.linear.machine_code import misuses_stack_pointer
+from tilewise.linear.machine_code import loses_an_operand
 
 STAGES = {"chunk_prepare", "states", "states_bwd", "chunk_pairs", "chunk_gradients"}
 # op, D and E, dtype, packed, target: every gate, with and without a delta rule. What takes long to
@@ -78,4 +78,4 @@ def test_stages_compile_and_fit(
         if target == "sm_90":
             assert x.spills <= SPILLS[x.name], x
     # Then none runs with fewer warps than it is meant for.
-    assert target != "sm_90" or not any(map(misuses_stack_pointer, cubins))
+    assert target != "sm_90" or not any(map(loses_an_operand, cubins))

@@ -10,9 +10,11 @@ from ..kernels.launch import Config
 
 # Longer chunks cost more within, shorter ones more between.
 CHUNK = 64
-# In fp32 a product is six. With as few steps and two warps none is of Hopper's warp groups, whose
-# code for so many gave wrong numbers (H200, Triton 3.6, 2026-11-30; cause unknown).
-FP32_CHUNK, FP32_WARPS = 32, 2
+# So few that no product is of Hopper's warp groups, which ptxas 12.8 may get wrong: see
+# `machine_code.py`.
+FEW_WARPS = 2
+# In fp32 a product is six: fewer steps, so that less is held.
+FP32_CHUNK = 32
 # With 227 KiB of shared memory.
 _LARGE_SHARED = ("sm_90", "sm_100", "sm_103")
 
@@ -51,9 +53,9 @@ def power_of_two(x: int) -> int:
 
 def stage_config(key: Key) -> StageConfig:
     if key.dtype == torch.float32:
-        alone = Config(FP32_CHUNK, FP32_CHUNK, FP32_WARPS, 1)
+        alone = Config(FP32_CHUNK, FP32_CHUNK, FEW_WARPS, 1)
         block_d, block_e = (min(32, power_of_two(x)) for x in (key.D, key.E))
-        states = Config(FP32_CHUNK, 16, FP32_WARPS, 1)
+        states = Config(FP32_CHUNK, 16, FEW_WARPS, 1)
         return StageConfig(FP32_CHUNK, block_d, block_e, block_d, alone, alone, alone, 16, states)
     block_d, block_e = (min(64, power_of_two(x)) for x in (key.D, key.E))
     if key.gate == 2:
@@ -66,10 +68,13 @@ def stage_config(key: Key) -> StageConfig:
     warps = 8 if full > 128 or slice_e > 32 else 4
     # The next chunk is on its way while one is worked on, where both fit.
     stages = 2 if has_room else 1
-    alone = Config(CHUNK, CHUNK, 4, 1)
+    pairs = alone = Config(CHUNK, CHUNK, 4, 1)
+    gradients_d = block_d
+    if key.gate == 2:
+        # The ladder sees a product transposed, which Hopper's warp groups may not (see
+        # `kernels/README.md`); its gradient needs many registers.
+        alone, gradients_d = Config(CHUNK, CHUNK, FEW_WARPS, 1), 16
     states = Config(CHUNK, slice_e, warps, stages)
-    # Of the delta rule with a vector gate less fits the registers.
-    gradients_d = 16 if key.gate == 2 and key.has_delta else block_d
     return StageConfig(
-        CHUNK, block_d, block_e, gradients_d, alone, alone, alone, slice_e, states
+        CHUNK, block_d, block_e, gradients_d, alone, pairs, alone, slice_e, states
     )  # fmt: skip

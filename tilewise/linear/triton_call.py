@@ -19,14 +19,12 @@ from ..kernels.launch import (
 )
 from ..kernels.structs import Operand, absent, code
 from .chunks import Table, chunk_table
-from .config import Key, power_of_two, stage_config
+from .config import FEW_WARPS, Key, power_of_two, stage_config
 from .inputs import Inputs
-from .machine_code import misuses_stack_pointer
+from .machine_code import loses_an_operand
 from .stages.structs import Build, Call, Pairs, Place, Prepared
 
 _NONE = (None,) * 4
-# Warps whose products are not of Hopper's warp groups.
-_FEW_WARPS = 2
 # Between tokens: a tile's offsets have 32 bits.
 _WIDEST_STRIDE = 2**31 // 64 - 1024
 # What kernels run with, where their code has been looked at.
@@ -212,8 +210,8 @@ class LinearCall:
         if key not in _looked_at:
             with torch.cuda.device(self.device):
                 compiled = x.kernel.warmup(*x.arguments, grid=x.grid, **compiler_options(x.config))
-            is_wrong = misuses_stack_pointer(compiled.asm["cubin"])
-            _looked_at[key] = x.config._replace(num_warps=_FEW_WARPS) if is_wrong else x.config
+            is_wrong = loses_an_operand(compiled.asm["cubin"])
+            _looked_at[key] = x.config._replace(num_warps=FEW_WARPS) if is_wrong else x.config
         return _looked_at[key]
 
     @cached_property

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .structs import HIGHEST_LOG2, LOG2_E, LOWEST_LOG2
-from .tiles import load_columns, load_numbers, load_rows, sum_dot
+from .tiles import load_numbers, load_rows, sum_dot
 
 
 @triton.jit
@@ -28,16 +28,6 @@ def load_vector_gate(
 ):  # fmt: skip
     """Log2 gates `[C, WIDTH]`."""
     tile = load_rows(g, row, first, count, head, d0, CHUNK, WIDTH, DIM).to(tl.float32)
-    return tl.maximum(tile * LOG2_E, LOWEST_LOG2)
-
-
-@triton.jit
-def load_gate_columns(
-    g, row, first, count, head, d0,
-    CHUNK: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """The same, transposed: `[WIDTH, C]`."""
-    tile = load_columns(g, row, first, count, head, d0, CHUNK, WIDTH, DIM).to(tl.float32)
     return tl.maximum(tile * LOG2_E, LOWEST_LOG2)
 
 

@@ -15,7 +15,6 @@ import triton.language as tl
 from ...kernels.structs import decode
 from .gates import (
     decay_of,
-    load_gate_columns,
     load_scalar_gate,
     load_vector_gate,
     pair_decay,
@@ -32,9 +31,9 @@ from .tiles import (
     load_columns,
     load_numbers,
     load_rows,
+    narrow,
     store_block,
     sum_dot,
-    sum_dot_right,
 )
 
 
@@ -82,30 +81,29 @@ def _add_products(
     BLOCK: tl.constexpr = BUILD.block_d
     q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, BUILD.dim)
     k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, BUILD.dim)
-    k_columns = load_columns(call.k, row, first, count, qk_head, d0, C, BLOCK, BUILD.dim)
     if BUILD.gate != VECTOR_GATE:
+        k_columns = load_columns(call.k, row, first, count, qk_head, d0, C, BLOCK, BUILD.dim)
         qk = dot(q, k_columns, qk, DTYPE, BUILD)
         if BUILD.has_delta:
             kk = dot(k, k_columns, kk, DTYPE, BUILD)
     else:
         g = load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, BUILD.dim)
-        columns = load_gate_columns(call.g, row, first, count, head, d0, C, BLOCK, BUILD.dim)
-        q, k, k_columns = q.to(tl.float32), k.to(tl.float32), k_columns.to(tl.float32)
+        q, k = q.to(tl.float32), k.to(tl.float32)
         i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
         qk += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
         # A loop, not unrolled: six times the code would take minutes to compile.
         for n in range(0, rungs(C)):
-            qk, kk = _climb(qk, kk, q, k, k_columns, g, columns, n, DTYPE, BUILD)
+            qk, kk = _climb(qk, kk, q, k, g, n, DTYPE, BUILD)
     return qk, kk
 
 
 @triton.jit
-def _climb(qk, kk, q, k, k_columns, g, g_columns, n, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+def _climb(qk, kk, q, k, g, n, DTYPE: tl.constexpr, BUILD: tl.constexpr):
     """One rung: pairs of steps whose border is that of two blocks of 2^n."""
     C: tl.constexpr = BUILD.chunk
     decay = decay_of(sum_dot(rung(n, C, False), g, BUILD))
-    # Made a second time, since a product may not be seen transposed (see `kernels/README.md`).
-    columns = k_columns * decay_of(sum_dot_right(g_columns, rung(n, C, True), BUILD))
+    # Not of Hopper's warp groups, whose products may not be seen transposed: see `config.py`.
+    columns = tl.trans(narrow(k * decay, DTYPE, BUILD))
     pairs = rung_pairs(n, C, False)
     qk += tl.where(pairs, dot(q * decay, columns, None, DTYPE, BUILD), 0.0)
     if BUILD.has_delta:

@@ -177,21 +177,6 @@ def sum_dot(ones, x, BUILD: tl.constexpr):
 
 
 @triton.jit
-def sum_dot_right(x, ones, BUILD: tl.constexpr):
-    """The same with the matrix of 0 and 1 on the right."""
-    if BUILD.precision == "interpreted":
-        return tl.dot(x, ones)
-    else:
-        ones = ones.to(tl.bfloat16)
-        high, low = split(x)
-        if BUILD.precision == "split":
-            _, middle, lowest = _split_in_three(x)
-            return tl.dot(high, ones, tl.dot(middle, ones, tl.dot(lowest, ones)))
-        else:
-            return tl.dot(high, ones, tl.dot(low, ones))
-
-
-@triton.jit
 def _wide_dot(a, b, acc):
     """acc + a b to fp32's accuracy, the small products first.
 
