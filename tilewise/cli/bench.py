@@ -67,7 +67,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="GPU, parallel, decode, mla, linear: end after so many, with what was measured by then",
+        help="GPU, parallel, decode, mla, linear: end after so many, with what was measured so far",
     )
     parser.add_argument(
         "--output",

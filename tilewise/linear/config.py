@@ -66,8 +66,9 @@ def stage_config(key: Key) -> StageConfig:
     widest = 16 if full > 128 else 64 if key.programs >= 128 and has_room else 32
     slice_e = min(widest, power_of_two(key.E))
     warps = 8 if full > 128 or slice_e > 32 else 4
-    # The next chunk is on its way while one is worked on, where both fit.
-    stages = 2 if has_room else 1
+    # The next chunk's tiles are on their way while one is worked on, where both fit: of the three
+    # sets, one is being read by products. With two, loads would begin when a chunk is done.
+    stages = 1 if not has_room else 2 if key.gate == 2 and key.has_delta else 3
     pairs = alone = Config(CHUNK, CHUNK, 4, 1)
     gradients_d = block_d
     if key.gate == 2:

@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
+from .factors import load_factors
 from .solve import apply_inverse
 from .structs import SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slot
 from .tiles import (
     dot,
     load_block,
     load_block_transposed,
-    load_numbers,
     load_rows,
     narrow,
     store_block,
@@ -48,8 +48,15 @@ def _states_kernel(
     qk_head = head // decode(call.place.group)
     index = (sequence * H + head).to(tl.int64)
     state = load_block(initial, index, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
-    for n in range(0, count_chunks(call.place, sequence)):
-        slot, row, first, count = locate_slot(call.place, sequence, n, C)
+    n_chunks = count_chunks(call.place, sequence)
+    beta, reached, left, total = load_factors(
+        call, prepared, sequence, head, 0, n_chunks, FULL_D, BUILD
+    )
+    for n in range(0, n_chunks):
+        next_beta, next_reached, next_left, next_total = load_factors(
+            call, prepared, sequence, head, n + 1, n_chunks, FULL_D, BUILD
+        )
+        slot, row, first, count = locate_slot(call.place, sequence, n, n < n_chunks, C)
         at = slot.to(tl.int64) * H + head
         before = narrow(state, DTYPE, BUILD)
         if states is not None:
@@ -63,33 +70,32 @@ def _states_kernel(
                 reader = load_block(prepared.seen, at, 0, 0, C, FULL_D, C, D)
             else:
                 reader = k
-            d -= _read(prepared, reader, before, at, BUILD, DTYPE)
+            d -= _read(reader, before, reached, DTYPE, BUILD)
             if errors is not None:
                 store_block(errors, at, 0, e0, d, C, BLOCK_E, C, E, BUILD)
-            d *= load_numbers(call.beta, row, first, count, head, C)[:, None]
+            d *= beta[:, None]
             d = apply_inverse(prepared.inverse, at, d, False, DTYPE, BUILD)
         if steps is not None:
             store_block(steps, at, 0, e0, d, C, BLOCK_E, C, E, BUILD)
         if out.ptr is not None:
             if BUILD.gate == VECTOR_GATE:
                 reader = load_block(prepared.q, at, 0, 0, C, FULL_D, C, D)
-                o = _read(prepared, reader, before, at, BUILD, DTYPE)
+                o = _read(reader, before, reached, DTYPE, BUILD)
             else:
                 reader = load_rows(call.q, row, first, count, qk_head, 0, C, FULL_D, D)
-                o = _read(prepared, reader, before, at, BUILD, DTYPE) * call.scale
+                o = _read(reader, before, reached, DTYPE, BUILD) * call.scale
             scores = load_block(prepared.scores, at, 0, 0, C, C, C, C)
             o = dot(scores, d, o, DTYPE, BUILD)
             store_rows(out, row, first, count, head, e0, o, C, BLOCK_E, E, BUILD)
         if BUILD.gate == VECTOR_GATE:
-            dims = tl.arange(0, FULL_D)
-            total = tl.load(prepared.total + at * D + dims, mask=dims < D, other=0.0)
             k_columns = load_block_transposed(prepared.k, at, 0, 0, C, FULL_D, C, D)
             state = _add_step(k_columns, d, state * total[:, None], DTYPE, BUILD)
         else:
             if BUILD.gate == SCALAR_GATE:
-                d = d * tl.load(prepared.left + at * C + tl.arange(0, C))[:, None]
-                state = state * tl.load(prepared.total + at)
+                d = d * left[:, None]
+                state = state * total
             state = _add_step(tl.trans(k), d, state, DTYPE, BUILD)
+        beta, reached, left, total = next_beta, next_reached, next_left, next_total
     store_block(final, index, 0, e0, state, FULL_D, BLOCK_E, D, E, BUILD)
 
 
@@ -105,11 +111,10 @@ def _add_step(k, d, state, DTYPE: tl.constexpr, BUILD: tl.constexpr):
 
 
 @triton.jit
-def _read(prepared, reader, state, at, BUILD: tl.constexpr, DTYPE: tl.constexpr):
+def _read(reader, state, reached, DTYPE: tl.constexpr, BUILD: tl.constexpr):
     """What q or k reads of the state at the chunk's start, as it reaches each step. With a vector
     gate a reader is decayed already."""
-    C: tl.constexpr = BUILD.chunk
     read = dot(reader, state, None, DTYPE, BUILD)
     if BUILD.gate == SCALAR_GATE:
-        read *= tl.load(prepared.reached + at * C + tl.arange(0, C))[:, None]
+        read *= reached[:, None]
     return read

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
+from .factors import load_factors
 from .solve import apply_inverse
-from .structs import SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slot
+from .structs import NO_GATE, SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slot
 from .tiles import (
     dot,
     load_block,
     load_block_transposed,
     load_columns,
-    load_numbers,
     load_rows,
     narrow,
     store_block,
@@ -50,10 +50,19 @@ def _states_bwd_kernel(
     index = (sequence * H + head).to(tl.int64)
     dstate = load_block(dfinal, index, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
     n_chunks = count_chunks(call.place, sequence)
+    beta, reached, left, total = load_factors(
+        call, prepared, sequence, head, n_chunks - 1, n_chunks, FULL_D, BUILD
+    )
     for backwards in range(0, n_chunks):
         n = n_chunks - 1 - backwards
-        slot, row, first, count = locate_slot(call.place, sequence, n, C)
+        next_beta, next_reached, next_left, next_total = load_factors(
+            call, prepared, sequence, head, n - 1, n_chunks, FULL_D, BUILD
+        )
+        slot, row, first, count = locate_slot(call.place, sequence, n, n >= 0, C)
         at = slot.to(tl.int64) * H + head
+        if BUILD.gate != NO_GATE:
+            # Needed late, and on its way by then.
+            state = load_block(states, at, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
         after = narrow(dstate, DTYPE, BUILD)
         store_block(dstates, at, 0, e0, after, FULL_D, BLOCK_E, D, E, BUILD)
         do = load_rows(dout, row, first, count, head, e0, C, BLOCK_E, E)
@@ -63,53 +72,37 @@ def _states_bwd_kernel(
             k = load_rows(call.k, row, first, count, qk_head, 0, C, FULL_D, D)
         dd = dot(k, after, None, DTYPE, BUILD)
         if BUILD.gate == SCALAR_GATE:
-            dd *= tl.load(prepared.left + at * C + tl.arange(0, C))[:, None]
+            dd *= left[:, None]
         scores = load_block_transposed(prepared.scores, at, 0, 0, C, C, C, C)
         dd = dot(scores, do, dd, DTYPE, BUILD)
         if BUILD.has_delta:
             dd = apply_inverse(prepared.inverse, at, dd, True, DTYPE, BUILD)
             store_block(dsteps, at, 0, e0, dd, C, BLOCK_E, C, E, BUILD)
-            dd *= load_numbers(call.beta, row, first, count, head, C)[:, None]
+            dd *= beta[:, None]
         store_rows(dv, row, first, count, head, e0, dd, C, BLOCK_E, E, BUILD)
         if BUILD.gate == VECTOR_GATE:
             dims = tl.arange(0, FULL_D)
-            state = load_block(states, at, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
             passed = tl.sum(state * dstate, 1)
             tl.store(dtotal + (at * SLICES + e0 // BLOCK_E) * D + dims, passed, mask=dims < D)
-            total = tl.load(prepared.total + at * D + dims, mask=dims < D, other=0.0)
             dstate *= total[:, None]
         if BUILD.gate == SCALAR_GATE:
-            state = load_block(states, at, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
             passed = tl.sum(tl.sum(state * dstate, 1), 0)
             tl.store(dtotal + at * SLICES + e0 // BLOCK_E, passed)
-            dstate *= tl.load(prepared.total + at)
+            dstate *= total
         do = do.to(tl.float32)
-        dstate = _add_read(
-            call, prepared, dstate, do, at, row, first, count, qk_head, True, FULL_D, BUILD
-        )
-        if BUILD.has_delta:
-            dstate = _add_read(
-                call, prepared, dstate, -dd, at, row, first, count, qk_head, False, FULL_D, BUILD
-            )
+        if BUILD.gate == VECTOR_GATE:
+            q_columns = load_block_transposed(prepared.q, at, 0, 0, C, FULL_D, C, D)
+            dstate = dot(q_columns, do, dstate, DTYPE, BUILD)
+            if BUILD.has_delta:
+                seen_columns = load_block_transposed(prepared.seen, at, 0, 0, C, FULL_D, C, D)
+                dstate = dot(seen_columns, -dd, dstate, DTYPE, BUILD)
+        else:
+            q_columns = load_columns(call.q, row, first, count, qk_head, 0, C, FULL_D, D)
+            do *= call.scale
+            if BUILD.gate == SCALAR_GATE:
+                do, dd = do * reached[:, None], dd * reached[:, None]
+            dstate = dot(q_columns, do, dstate, DTYPE, BUILD)
+            if BUILD.has_delta:
+                dstate = dot(tl.trans(k), -dd, dstate, DTYPE, BUILD)
+        beta, reached, left, total = next_beta, next_reached, next_left, next_total
     store_block(dinitial, index, 0, e0, dstate, FULL_D, BLOCK_E, D, E, BUILD)
-
-
-@triton.jit
-def _add_read(
-    call, prepared, dstate, dread, at, row, first, count, qk_head,
-    BY_Q: tl.constexpr, FULL_D: tl.constexpr, BUILD: tl.constexpr,
-):  # fmt: skip
-    """What the gradient of q's or k's reading of the state adds to that of the state."""
-    C: tl.constexpr = BUILD.chunk
-    DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
-    if BUILD.gate == VECTOR_GATE:
-        reader = prepared.q if BY_Q else prepared.seen
-        x = load_block_transposed(reader, at, 0, 0, C, FULL_D, C, BUILD.dim)
-    else:
-        source = call.q if BY_Q else call.k
-        x = load_columns(source, row, first, count, qk_head, 0, C, FULL_D, BUILD.dim)
-        if BY_Q:
-            dread *= call.scale
-        if BUILD.gate == SCALAR_GATE:
-            dread *= tl.load(prepared.reached + at * C + tl.arange(0, C))[:, None]
-    return dot(x, dread, dstate, DTYPE, BUILD)

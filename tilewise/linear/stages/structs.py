@@ -114,17 +114,19 @@ def locate_chunk(place, pid, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def locate_slot(place, row, n, CHUNK: tl.constexpr):
-    """Of the n-th chunk of a sequence: its slot, its row, its first token, its tokens."""
+def locate_slot(place, row, n, is_there, CHUNK: tl.constexpr):
+    """Of the n-th chunk of a sequence: its slot, its row, its first token, its tokens: none where
+    it is not there."""
     if place.starts is None:
         slot = row * decode(place.n_chunks) + n
         first = n * CHUNK
         count = tl.minimum(decode(place.tokens) - first, CHUNK)
-        return slot, row, first, count
+        return slot, row, first, tl.where(is_there, count, 0)
     else:
         slot = (tl.load(place.first_slot + row) + n).to(tl.int32)
-        first = tl.load(place.starts + slot)
-        return slot, row * 0, first, tl.load(place.lengths + slot).to(tl.int32)
+        first = tl.load(place.starts + slot, mask=is_there, other=0)
+        count = tl.load(place.lengths + slot, mask=is_there, other=0).to(tl.int32)
+        return slot, row * 0, first, count
 
 
 @triton.jit
