@@ -76,7 +76,7 @@ STAGES = {
         torch.float32,
         Recipe("packed", (5, 80, 1, 1, 20, 12), "strong", True, True),
     ),
-    "gla": (torch.float32, Recipe("usual", (1, 33, 1, 1, 16, 16), "strong")),
+    "gla": (torch.float32, Recipe("weak gates", (1, 33, 1, 1, 16, 16))),
     "linear_attention": (torch.float16, Recipe("D 1", (1, 10, 2, 1, 1, 1), has_state=True)),
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.backends import check_backend_name, triton_problem
 from ..core.shapes import accumulator_of, check_same_device, check_same_dtype, check_shapes
+from . import choice
 from .checks import check_heads, check_scale, is_read
 from .inputs import Inputs
 from .ops import library
@@ -65,7 +66,8 @@ def decode(
         raise NotImplementedError(f"decode: backend 'triton' {problem}; use backend='tiled'.")
     name = backend
     if backend == "auto":
-        name = "tiled" if problem or q.device.type == "cpu" else "triton"
+        is_left = problem or not choice.AUTO_TAKES_TRITON or q.device.type == "cpu"
+        name = "tiled" if is_left else "triton"
     with torch.no_grad():
         out: Tensor = torch.ops.tilewise.linear_decode(
             pool, q, k, v, g, beta, slots, slots if write_slots is None else write_slots, scale,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .inputs import Inputs
 from .stages.gradients import _chunk_gradients_kernel
+from .stages.ladder import _chunk_ladder_kernel
 from .stages.pairs import _chunk_pairs_kernel
 from .stages.states_backward import _states_bwd_kernel
 from .triton_call import LinearCall
@@ -56,8 +57,9 @@ def linear_bwd(
         _chunk_pairs_kernel, call.config.pairs, call.call, remade.errors, remade.steps, dsteps,
         upstream, pairs,
     )  # fmt: skip
+    kernel = _chunk_ladder_kernel if call.gate == 2 else _chunk_gradients_kernel
     call.add_gradients(
-        _chunk_gradients_kernel, call.call, made, pairs,
+        kernel, call.call, made, pairs,
         (dstates, dsteps, dtotal), upstream, results, call.n_slices,
     )  # fmt: skip
     call.run()

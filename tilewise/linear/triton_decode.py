@@ -26,7 +26,7 @@ def linear_decode(pool: Tensor, inputs: Inputs, slots: Tensor, write_slots: Tens
     grid = (B * H * -(-E // block_e), 1, 1)
     arguments = (call.call, pool, out, slots.contiguous(), write_slots.contiguous(), *sizes)
     launch(
-        _decode_kernel, grid, Config(0, block_e, 4, 1),
+        _decode_kernel, grid, Config(0, block_e, 1, 1),
         (*arguments, full_d, block_e, call.build), call.device,
     )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .structs import HIGHEST_LOG2, LOG2_E, LOWEST_LOG2
-from .tiles import load_numbers, load_rows, sum_dot
+from .tiles import load_columns, load_numbers, load_rows, sum_dot
 
 
 @triton.jit
@@ -32,9 +32,22 @@ def load_vector_gate(
 
 
 @triton.jit
-def up_to(CHUNK: tl.constexpr, BEFORE: tl.constexpr):
-    """`[i, l]`: 1 where step l is at or before i; with BEFORE, where l is after i."""
-    i, step = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+def load_gate_columns(
+    g, row, first, count, head, d0,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """The same, transposed: `[WIDTH, C]`."""
+    tile = load_columns(g, row, first, count, head, d0, CHUNK, WIDTH, DIM).to(tl.float32)
+    return tl.maximum(tile * LOG2_E, LOWEST_LOG2)
+
+
+@triton.jit
+def up_to(CHUNK: tl.constexpr, BEFORE: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """`[i, l]`: 1 where step l is at or before i; with BEFORE, where l is after i; or `[l, i]`."""
+    if TRANSPOSED:
+        i, step = tl.arange(0, CHUNK)[None, :], tl.arange(0, CHUNK)[:, None]
+    else:
+        i, step = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     if BEFORE:
         return (step > i).to(tl.float32)
     else:
@@ -56,8 +69,8 @@ def scalar_decays(gate, g, row, first, count, head, CHUNK: tl.constexpr):
 
 @triton.jit
 def vector_decays(g, CHUNK: tl.constexpr, BUILD: tl.constexpr):
-    reached = sum_dot(up_to(CHUNK, False), g, BUILD)
-    left = sum_dot(up_to(CHUNK, True), g, BUILD)
+    reached = sum_dot(up_to(CHUNK, False, False), g, BUILD)
+    left = sum_dot(up_to(CHUNK, True, False), g, BUILD)
     return decay_of(reached), decay_of(left), decay_of(tl.sum(g, 0))
 
 
@@ -65,7 +78,7 @@ def vector_decays(g, CHUNK: tl.constexpr, BUILD: tl.constexpr):
 def pair_decay(g, CHUNK: tl.constexpr, BUILD: tl.constexpr):
     """`[i, j]`: a scalar gate's decay from step j to step i, 0 for j > i."""
     row, col = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    sums = sum_dot(up_to(CHUNK, False), tl.where(row > col, g[:, None], 0.0), BUILD)
+    sums = sum_dot(up_to(CHUNK, False, False), tl.where(row > col, g[:, None], 0.0), BUILD)
     return tl.where(row >= col, decay_of(sums), 0.0)
 
 
@@ -84,6 +97,16 @@ def rung(n, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
     border = (((i >> n) | 1) << n).to(tl.int32)
     low, high = tl.minimum(i, border), tl.maximum(i, border)
     return ((step > low) & (step <= high)).to(tl.float32)
+
+
+@triton.jit
+def from_middle(CHUNK: tl.constexpr):
+    """`[i, l]`: which gates stand between the middle of step i's block of 16 and the step: 1 those
+    before it, -1 those after it."""
+    i, step = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    middle = ((i >> 4) << 4) + 8
+    after = ((step > middle) & (step <= i)).to(tl.float32)
+    return after - ((step > i) & (step <= middle)).to(tl.float32)
 
 
 @triton.jit

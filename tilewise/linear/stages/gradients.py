@@ -1,12 +1,11 @@
 """Gradients of q, k, gate and beta, each chunk by itself, from what the passes over states and
-`pairs.py` left.
+`pairs.py` left, without a gate or with a scalar one; of a vector one see `ladder.py`.
 
 Dims: as `structs.Prepared` and `structs.Pairs`; S, dS' `[D, E]`, d, y `[C, E]` (see `states.py`,
     `states_backward.py`). Grid: chunk slots x value heads x blocks of D, the
     last first.
 Math: through the state dq = do S^T, dk = -beta y S^T (decayed from the chunk's start), dk = d dS'^T
-    (to its end). A score and a step of A go back to q, k and the gate as they came (`prepare.py`),
-    rung by rung where the gate is a vector.
+    (to its end). A score and a step of A go back to q and k as they came (`prepare.py`).
     A gate's gradient is the sum over every decay that it is in of that decay's own, x dx.
 """
 
@@ -16,15 +15,7 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
-from .gates import (
-    decay_of,
-    load_vector_gate,
-    rung,
-    rung_pairs,
-    rungs,
-    vector_decays,
-)
-from .structs import NO_GATE, SCALAR_GATE, VECTOR_GATE, locate_chunk
+from .structs import NO_GATE, SCALAR_GATE, locate_chunk
 from .tiles import (
     dot,
     load_block,
@@ -34,7 +25,6 @@ from .tiles import (
     narrow,
     store_numbers,
     store_rows,
-    sum_dot,
 )
 
 
@@ -68,58 +58,31 @@ def _chunk_gradients_kernel(
     dq *= call.scale
     q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
     k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    dr = tl.zeros((C, BLOCK), tl.float32)
-    if BUILD.gate == VECTOR_GATE:
-        gate = load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, D)
-        reached_v, left_v, total_v = vector_decays(gate, C, BUILD)
-        dq, dk_seen, dk = dq * reached_v, dk_seen * reached_v, dk * left_v
-        passed = sum_dot(_transposed_up_to(C, False), q * dq + k * dk_seen, BUILD)
-        passed += sum_dot(_transposed_up_to(C, True), k * dk, BUILD)
-        dims = d0 + tl.arange(0, BLOCK)
-        whole_v = tl.zeros((BLOCK,), tl.float32)
-        for part in range(0, SLICES):
-            ptrs = dtotal + (at * SLICES + part) * D + dims
-            whole_v += tl.load(ptrs, mask=dims < D, other=0.0)
-        passed += (whole_v * total_v)[None, :]
-        diagonal = tl.load(pairs.dqk + at * (C * C) + offs * (C + 1)).to(tl.float32)[:, None]
-        dq += diagonal * k
-        dk += dk_seen + diagonal * q
-        # One ladder after the other: the matrices of both would not fit the registers.
-        for n in range(0, rungs(C)):
-            dq, dk, passed = _descend(dq, dk, passed, pairs.dqk, at, q, k, gate, n, DTYPE, BUILD)
-        if BUILD.has_delta:
-            for n in range(0, rungs(C)):
-                dr, dk, passed = _descend(
-                    dr, dk, passed, pairs.da, at, k * beta[:, None], k, gate, n, DTYPE, BUILD
-                )
-        store_rows(dg_out, row, first, count, head, d0, passed, C, BLOCK, D, BUILD)
-    else:
-        if BUILD.gate == SCALAR_GATE:
-            reached, left = (
-                tl.load(decays.reached + at * C + offs),
-                tl.load(decays.left + at * C + offs),
-            )
-            total = tl.load(decays.total + at)
-            dq, dk_seen, dk = (
-                dq * reached[:, None],
-                dk_seen * reached[:, None],
-                dk * left[:, None],
-            )
-            # From the chunk's start and to its end, of these dims.
-            dg = _passed_gates(tl.sum(q * dq + k * dk_seen, 1), tl.sum(k * dk, 1), C)
-            if block == 0:
-                dg += tl.load(pairs.dg + at * C + offs)
-                for part in range(0, SLICES):
-                    dg += tl.load(dtotal + at * SLICES + part) * total
-            store_numbers(dg_out, row, first, count, head * BLOCKS + block, dg, C, BUILD)
-        dk += dk_seen
-        dq = dot(load_block(pairs.dqk, at, 0, 0, C, C, C, C), k, dq, DTYPE, BUILD)
-        dk = dot(load_block_transposed(pairs.dqk, at, 0, 0, C, C, C, C), q, dk, DTYPE, BUILD)
-        if BUILD.has_delta:
-            dr = dot(load_block(pairs.da, at, 0, 0, C, C, C, C), k, None, DTYPE, BUILD)
-            da_t = load_block_transposed(pairs.da, at, 0, 0, C, C, C, C)
-            dk = dot(da_t, k * beta[:, None], dk, DTYPE, BUILD)
+    if BUILD.gate == SCALAR_GATE:
+        reached, left = (
+            tl.load(decays.reached + at * C + offs),
+            tl.load(decays.left + at * C + offs),
+        )
+        total = tl.load(decays.total + at)
+        dq, dk_seen, dk = (
+            dq * reached[:, None],
+            dk_seen * reached[:, None],
+            dk * left[:, None],
+        )
+        # From the chunk's start and to its end, of these dims.
+        dg = _passed_gates(tl.sum(q * dq + k * dk_seen, 1), tl.sum(k * dk, 1), C)
+        if block == 0:
+            dg += tl.load(pairs.dg + at * C + offs)
+            for part in range(0, SLICES):
+                dg += tl.load(dtotal + at * SLICES + part) * total
+        store_numbers(dg_out, row, first, count, head * BLOCKS + block, dg, C, BUILD)
+    dk += dk_seen
+    dq = dot(load_block(pairs.dqk, at, 0, 0, C, C, C, C), k, dq, DTYPE, BUILD)
+    dk = dot(load_block_transposed(pairs.dqk, at, 0, 0, C, C, C, C), q, dk, DTYPE, BUILD)
     if BUILD.has_delta:
+        dr = dot(load_block(pairs.da, at, 0, 0, C, C, C, C), k, None, DTYPE, BUILD)
+        da_t = load_block_transposed(pairs.da, at, 0, 0, C, C, C, C)
+        dk = dot(da_t, k * beta[:, None], dk, DTYPE, BUILD)
         dk += dr * beta[:, None]
         dbeta = tl.sum(dr * k, 1)
         if block == 0:
@@ -135,16 +98,6 @@ def _passed_gates(from_start, to_end, CHUNK: tl.constexpr):
     end."""
     i, gate = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     return tl.sum(tl.where(i >= gate, from_start[:, None], to_end[:, None]), 0)
-
-
-@triton.jit
-def _transposed_up_to(CHUNK: tl.constexpr, BEFORE: tl.constexpr):
-    """`[l, i]` of `gates.up_to`."""
-    step, i = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    if BEFORE:
-        return (step > i).to(tl.float32)
-    else:
-        return (step <= i).to(tl.float32)
 
 
 @triton.jit
@@ -178,20 +131,3 @@ def _through_state(
             dk_seen = dot(-y * beta[:, None], high, dk_seen, DTYPE, BUILD)
         dk = dot(d, dstate, dk, DTYPE, BUILD)
     return dq, dk_seen, dk
-
-
-@triton.jit
-def _descend(
-    dx, dk, passed, gradients, at, x, k, gate, n, DTYPE: tl.constexpr, BUILD: tl.constexpr
-):
-    """One rung of the ladder of products of x, q or beta k, and k: its pairs' shares in the
-    gradients of both and of the gate. gradients: of the products."""
-    C: tl.constexpr = BUILD.chunk
-    decay = decay_of(sum_dot(rung(n, C, False), gate, BUILD))
-    lower, upper = rung_pairs(n, C, False), rung_pairs(n, C, True)
-    pairs = tl.where(lower, load_block(gradients, at, 0, 0, C, C, C, C), 0.0)
-    pairs_t = tl.where(upper, load_block_transposed(gradients, at, 0, 0, C, C, C, C), 0.0)
-    dx_here = dot(pairs, k * decay, None, DTYPE, BUILD) * decay
-    dk_here = dot(pairs_t, x * decay, None, DTYPE, BUILD) * decay
-    passed += sum_dot(rung(n, C, True), x * dx_here + k * dk_here, BUILD)
-    return dx + dx_here, dk + dk_here, passed

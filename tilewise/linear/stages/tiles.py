@@ -61,6 +61,18 @@ def store_rows(
 
 
 @triton.jit
+def store_columns(
+    x, row, first, count, head, d0, tile,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """Of a tile that is transposed, `[WIDTH, ROWS]`."""
+    rows, cols = tl.arange(0, ROWS), d0 + tl.arange(0, WIDTH)
+    ptrs = _row_base(x, row, first, head) + (rows[None, :] * x.stride_m + cols[:, None])
+    mask = (rows < count)[None, :] & (cols < DIM)[:, None]
+    tl.store(ptrs, narrow(tile, x.ptr.dtype.element_ty, BUILD), mask=mask)
+
+
+@triton.jit
 def _number_ptrs(x, row, first, head, ROWS: tl.constexpr):
     """Of one number a token; its strides are coded."""
     steps = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
@@ -174,6 +186,21 @@ def sum_dot(ones, x, BUILD: tl.constexpr):
             return tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, lowest)))
         else:
             return tl.dot(ones, high, tl.dot(ones, low))
+
+
+@triton.jit
+def sum_dot_right(x, ones, BUILD: tl.constexpr):
+    """The same with the matrix on the right."""
+    if BUILD.precision == "interpreted":
+        return tl.dot(x, ones)
+    else:
+        ones = ones.to(tl.bfloat16)
+        high, low = split(x)
+        if BUILD.precision == "split":
+            _, middle, lowest = _split_in_three(x)
+            return tl.dot(high, ones, tl.dot(middle, ones, tl.dot(lowest, ones)))
+        else:
+            return tl.dot(high, ones, tl.dot(low, ones))
 
 
 @triton.jit
