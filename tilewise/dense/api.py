@@ -399,14 +399,18 @@ def _attend(
     is_partial: bool = False,
 ) -> Partial:
     key, learns = None, False
-    if not placement and not torch.compiler.is_compiling() and backend in warm.BACKENDS:
+    if not torch.compiler.is_compiling() and backend in warm.BACKENDS:
+        q, k, v = under_autocast(q, k, v)
         learns = _learns(q, k, v)
-        key = warm.key_of(q, k, v, mask, terms, out_dtype, backend, learns)
+        key = warm.key_of(q, k, v, mask, terms, placement, out_dtype, backend, learns)
         found = warm.find(key)
-        if found is not None and learns:
-            return _run_warm(q, k, v, found, out_dtype or q.dtype, is_partial)
         if found is not None:
-            return Partial(*found.forward.run(q, k, v))
+            lengths = warm.lengths_of(placement) if placement else ()
+            if not learns:
+                return Partial(*found.run(q, k, v, lengths))
+            run: Any = Attention.apply
+            rest = (lengths, out_dtype or q.dtype, is_partial, found)
+            return Partial(*run(q, k, v, None, None, None, *rest))
     check_are_tensors(op, {"q": q, "k": k, "v": v})
     if _is_distributed(q, k, v):
         from .sharded import attend_sharded
@@ -482,15 +486,6 @@ def is_transformed() -> bool:
     torch.compile cannot trace a yes (2.11 to 2.14) and raises: traced, the gradient would be lost.
     """
     return torch._C._functorch.maybe_current_level() is not None
-
-
-def _run_warm(
-    q: Tensor, k: Tensor, v: Tensor, found: warm.Warm, out_dtype: torch.dtype, is_partial: bool
-) -> Partial:
-    """Run a call that learns and is like one before it."""
-    run: Any = Attention.apply
-    rest = found.arguments[3:]
-    return Partial(*run(q, k, v, None, None, None, rest, out_dtype, is_partial, found))
 
 
 def _distinct(

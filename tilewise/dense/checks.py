@@ -20,6 +20,7 @@ from ..core.shapes import (
 )
 from .choice import torch_wants_determinism
 from .ops import Arguments
+from .piece import LENGTHS
 
 # Arguments that say where queries and keys are stored and stand.
 PLACEMENT = (
@@ -122,8 +123,7 @@ def _check_tensors(
     op: str, q: Tensor, k: Tensor, v: Tensor, terms: dict[str, Any], placement: dict[str, Any]
 ) -> dict[str, int]:
     tensors = {"q": q, "k": k, "v": v}
-    lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-    tensors |= {name: placement[name] for name in lengths if placement.get(name) is not None}
+    tensors |= {name: placement[name] for name in LENGTHS if placement.get(name) is not None}
     if placement.get("cu_seqlens_k") is not None and "cu_seqlens_q" not in tensors:
         raise ValueError(f"{op}: cu_seqlens_k needs cu_seqlens_q, got None.")
     named = {name: terms[name] for name in ("alibi_slopes", "bias", "sinks")}
@@ -136,7 +136,7 @@ def _check_tensors(
         check_shapes(op, tensors, cu_seqlens_q="B+1", cu_seqlens_k="B+1")
     else:
         dims = check_shapes(op, tensors, q="B M H D", k="B N G D", v="B N G E")
-    for name in lengths:
+    for name in LENGTHS:
         if name in tensors and tensors[name].dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{op}: {name} must be int32 or int64, got {tensors[name].dtype}.")
         if name in tensors and name.startswith("seqused"):

@@ -346,7 +346,10 @@ def dtype_for_backward(dtype: torch.dtype) -> torch.dtype:
 
 
 class Attention(torch.autograd.Function):
-    """`(out, lse)` with gradients for q, k, v, bias, slopes, sinks, through out and lse."""
+    """`(out, lse)` with gradients for q, k, v, bias, slopes, sinks, through out and lse.
+
+    rest: what follows sinks in `Arguments`; of a warm call only its lengths.
+    """
 
     @staticmethod
     def forward(
@@ -357,8 +360,8 @@ class Attention(torch.autograd.Function):
         ctx.warm, ctx.lse_has_grad = warm, lse_has_grad
         ctx.set_materialize_grads(False)
         if warm is not None:
-            out, lse = warm.forward.run(q, k, v)
-            ctx.save_for_backward(q, k, v, out, lse)
+            out, lse = warm.run(q, k, v, rest)
+            ctx.save_for_backward(q, k, v, out, lse, *rest)
             if not lse_has_grad:
                 ctx.mark_non_differentiable(lse)
             return out.to(out_dtype), lse
@@ -384,7 +387,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        q, k, v, out, lse, bias, slopes, sinks = (*saved[:8], *_NONE)[:8]
+        n_saved = 8 if ctx.warm is None else 5
+        q, k, v, out, lse, bias, slopes, sinks = (*saved[:n_saved], *_NONE)[:8]
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = dlse if ctx.lse_has_grad else None
