@@ -146,6 +146,7 @@ class LinearCall:
             q=self.buffer(C, D) if vector else None,
             seen=self.buffer(C, D) if vector and delta else None,
             k=self.buffer(C, D) if vector else None,
+            lower=self.buffer(C, C, dtype=wide) if vector and delta else None,
         )
 
     def _inverse(self) -> Tensor:

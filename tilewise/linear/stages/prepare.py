@@ -72,8 +72,11 @@ def _chunk_prepare_kernel(call, out, BUILD: tl.constexpr):
         kk = _products(call, call.k, where, DTYPE, BUILD)
         if BUILD.gate == SCALAR_GATE:
             kk *= decay
-        inverse = invert_unit_lower(tl.where(i > j, kk * beta[:, None], 0.0), C, BUILD)
-        store_inverse(out.inverse, at, inverse, DTYPE, BUILD)
+        a = tl.where(i > j, kk * beta[:, None], 0.0)
+        if BUILD.gate == VECTOR_GATE:
+            store_block(out.lower, at, 0, 0, a, C, C, C, C, BUILD)
+        else:
+            store_inverse(out.inverse, at, invert_unit_lower(a, C, BUILD), DTYPE, BUILD)
     if BUILD.gate == VECTOR_GATE:
         for d0 in range(0, D, BLOCK):
             _store_decayed(call, out, at, row, first, count, head, qk_head, d0, BUILD)

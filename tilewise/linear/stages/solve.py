@@ -18,6 +18,17 @@ BLOCK = tl.constexpr(16)
 
 
 @triton.jit
+def _chunk_invert_kernel(out, BUILD: tl.constexpr):
+    """The inverse where it is not made with the rest of `prepare.py`, whose products for a vector
+    gate leave it too few warps. Grid: chunk slots x value heads."""
+    C: tl.constexpr = BUILD.chunk
+    DTYPE: tl.constexpr = out.scores.dtype.element_ty
+    at = tl.program_id(0).to(tl.int64)
+    a = load_block(out.lower, at, 0, 0, C, C, C, C)
+    store_inverse(out.inverse, at, invert_unit_lower(a, C, BUILD), DTYPE, BUILD)
+
+
+@triton.jit
 def invert_unit_lower(a, CHUNK: tl.constexpr, BUILD: tl.constexpr):
     """(I + a)^-1 for a strictly lower `[C, C]`."""
     x = _invert_blocks(a, CHUNK, BUILD)

@@ -53,7 +53,7 @@ class Prepared(NamedTuple):
     fp32 or as two of bf16 (`solve.py`), since what it is off by grows from step to step. reached,
     left: decays from a chunk's start and to its end, `[C]`. total: over it, `[1]` or `[D]`.
     q, seen, k `[C, D]`: with a vector gate, q with scale and k decayed from the start, and k
-    decayed to the end.
+    decayed to the end. lower `[C, C]`: with one, the delta rule's A in fp32, not inverted yet.
     """
 
     scores: Any
@@ -64,6 +64,7 @@ class Prepared(NamedTuple):
     q: Any
     seen: Any
     k: Any
+    lower: Any
 
 
 class Pairs(NamedTuple):
