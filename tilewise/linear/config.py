@@ -1,4 +1,4 @@
-"""Tile sizes of the stages, by table: dtype, dims, gate, GPU and heads; never by length."""
+"""Tile sizes of the stages, by table: dtype, dims, gate and GPU; never by length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGE_SHARED = ("sm_90", "sm_100", "sm_103")
 
 
 class Key(NamedTuple):
-    """What a configuration depends on. programs: sequences times heads."""
+    """What a configuration depends on."""
 
     dtype: torch.dtype
     D: int
@@ -28,7 +28,6 @@ class Key(NamedTuple):
     gate: int
     has_delta: bool
     architecture: str
-    programs: int
 
 
 class StageConfig(NamedTuple):
@@ -67,10 +66,11 @@ def stage_config(key: Key) -> StageConfig:
         # The ladder's forward sees a product transposed, which Hopper's warp groups may not (see
         # `kernels/README.md`); its backward has tiles of 32 rows, which are none of theirs.
         prepare, gradients = Config(CHUNK, CHUNK, FEW_WARPS, 1), Config(CHUNK, CHUNK, 8, 1)
-    # As many slices as keep the GPU's multiprocessors busy, of as many columns as registers hold.
+    # Slices of as many columns as keep the GPU's multiprocessors busy: of 64 on eight warps take
+    # longer where there are few heads (H200, 2026-11-30).
     has_room = key.architecture in _LARGE_SHARED
-    slice_e = min(64 if key.programs >= 128 and has_room else 32, power_of_two(key.E))
-    warps = FEW_WARPS if slice_e < 32 else 8 if slice_e > 32 else 4
+    slice_e = min(32, power_of_two(key.E))
+    warps = 4 if slice_e == 32 else FEW_WARPS
     # The next chunk's tiles are on their way while one is worked on, where both fit: of the three
     # sets, one is being read by products. With two, loads would begin when a chunk is done.
     stages = 1 if not has_room else 2 if key.gate == 2 and key.has_delta else 3

@@ -50,11 +50,8 @@ class LinearCall:
         self.has_delta = inputs.beta is not None
         self.architecture = architecture_of(self.device)
         self.config = stage_config(
-            Key(
-                self.dtype, self.D, self.E, self.gate, self.has_delta, self.architecture,
-                self.B * self.H,
-            )
-        )  # fmt: skip
+            Key(self.dtype, self.D, self.E, self.gate, self.has_delta, self.architecture)
+        )
         self.chunk = self.config.chunk
         self.table: Table | None = None
         self.n_chunks = -(-self.tokens // self.chunk)
