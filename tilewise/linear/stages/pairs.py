@@ -67,8 +67,8 @@ def _chunk_pairs_kernel(call, errors, steps, dsteps, dout, out, BUILD: tl.conste
         if BUILD.has_delta:
             beta = load_numbers(call.beta, row, first, count, head, C)
             between += da * beta[:, None] * _products(call, call.k, where, DTYPE, BUILD)
-        # Gate l is in the decay of a pair j < l <= i; a step's own is in none, and would swallow the
-        # others' digits.
+        # Gate l is in the decay of a pair j < l <= i. A step's own is in none, and would swallow
+        # the others' digits.
         between = tl.where(i > j, between, 0.0)
         earlier = tl.cumsum(between, 1) - between
         tl.store(out.dg + at * C + offs, tl.sum(tl.where(i >= j, earlier, 0.0), 0))
