@@ -195,9 +195,22 @@ def test_gpu_bench_without_some_peers(capsys: Capture) -> None:
 
 
 @pytest.mark.usefixtures("gpu_bench")
-def test_gpu_bench_within_its_minutes(capsys: Capture) -> None:
-    assert main([*GPU_BENCH, "--minutes", "1e-9"]) == 0
+def test_gpu_bench_within_its_minutes(capsys: Capture, tmp_path: Path) -> None:
+    path = str(tmp_path / "run.json")
+    assert main([*GPU_BENCH, "--minutes", "1e-9", "--output", path]) == 0
     assert "Left out, since the time was up: host: D 64 full 16" in capsys.readouterr().out
+    # And what was left out, by another process.
+    assert main([*GPU_BENCH, "--resume", path, "--json"]) == 0
+    printed = read_json(capsys)
+    assert printed == json.loads(Path(path).read_text()) and printed["finished"] is True
+    anchors = ["anchor, start", "anchor, end"]
+    assert [row["grid"] for row in printed["rows"]] == [
+        *anchors, anchors[0], *["host"] * 4, anchors[1]
+    ]  # fmt: skip
+    assert main([*GPU_BENCH, "--resume", path, "--output", path]) == 2
+    assert "--resume stores where it reads" in capsys.readouterr().err
+    assert main([*GPU_BENCH, "--resume", "README.md"]) == 2
+    assert "resume must name a stored run on a GPU" in capsys.readouterr().err
 
 
 def test_doctor(capsys: Capture) -> None:

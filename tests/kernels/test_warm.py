@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from tests.helpers import UNDER_TEST
@@ -165,6 +169,18 @@ def test_wrong_bounds_are_said_on_a_warm_call_too(wrong: tuple[int, ...]) -> Non
         attend_packed(packed(), bounds(*wrong))
 
 
+def test_how_long_sequences_may_be_tells_no_calls_apart() -> None:
+    """It differs from batch to batch."""
+    x, cu = packed(), bounds(0, 4, 9)
+    want = attend_packed(x, cu, max_seqlen_q=5)
+    for longest in ({}, {"max_seqlen_q": 9, "max_seqlen_k": 7}, {"max_seqlen_k": 5}):
+        assert torch.equal(attend_packed(x, cu, **longest), want)
+    assert len(warm._kept) == 1
+    for wrong in (4, -1, True, 5.0):
+        with pytest.raises(ValueError, match="max_seqlen_k"):
+            attend_packed(x, cu, max_seqlen_k=wrong)
+
+
 def test_nothing_of_a_packed_call_is_kept_alive() -> None:
     cu, x = bounds(0, 4, 9), [t.requires_grad_() for t in packed()]
     for _ in range(2):
@@ -181,11 +197,10 @@ def test_nothing_of_a_packed_call_is_kept_alive() -> None:
     [
         (bounds(0, 4, 9, 9), {}),
         (bounds(0, 4, 9).long(), {}),
-        (bounds(0, 4, 9), {"max_seqlen_q": 5}),
         (bounds(0, 4, 9), {"seqused_q": bounds(1, 2)}),
         (bounds(0, 0, 4, 4, 9, 9)[::2], {}),
     ],
-    ids=["more", "int64", "longest", "used", "stride"],
+    ids=["more", "int64", "used", "stride"],
 )
 def test_an_unlike_packed_call_is_another(cu: Tensor, options: dict[str, Any]) -> None:
     x = packed()
@@ -205,6 +220,69 @@ def test_pieces_that_start_at_numbers_are_warm_and_apart() -> None:
     assert len(warm._kept) == 2
     assert torch.equal(outs[0].out, outs[2].out) and torch.equal(outs[1].out, outs[3].out)
     assert not torch.equal(outs[0].out, outs[1].out)
+
+
+def test_a_warm_call_saves_what_a_cold_one_does() -> None:
+    """A checkpoint counts what is saved, and recomputes the first call by one that is warm."""
+    x, cu = [t.requires_grad_() for t in packed()], bounds(0, 4, 9)
+
+    def run(*leaves: Tensor) -> Tensor:
+        return attend_packed(list(leaves), cu).float().sin() * 2
+
+    kept = checkpoint(run, *x, use_reentrant=False)
+    grads = torch.autograd.grad(kept.sum(), x)
+    for one, other in zip(grads, torch.autograd.grad(run(*x).sum(), x), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("learns", [False, True])
+def test_packed_results_may_be_changed_in_place(dtype: torch.dtype, learns: bool) -> None:
+    x, cu = [t.to(dtype).requires_grad_(learns) for t in packed()], bounds(0, 4, 9)
+    factor = torch.ones(9, 2, 16, dtype=dtype, device=DEVICE).requires_grad_()
+    for _ in range(2):
+        out, lse = tw.attention_varlen_partial(*x, cu_seqlens_q=cu, backend="triton")
+        (grad,) = torch.autograd.grad(out.clone().mul_(factor).sum(), factor)
+        out.mul_(factor)
+        lse.add_(1)
+        assert torch.equal(torch.autograd.grad(out.sum(), factor)[0], grad)
+
+
+# ---------------------------------------------------------------- who sees the registered op
+
+
+def test_a_trace_holds_the_op() -> None:
+    x, cu = packed(), bounds(0, 4, 9)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced = torch.jit.trace(
+                lambda *x: attend_packed(x[:3], x[3]), (*x, cu), check_trace=False
+            )
+        assert "tilewise::attention_fwd" in str(traced.graph)
+        # Traced sizes serve no other call.
+        assert not warm._kept
+    assert torch.equal(traced(*x, cu), attend_packed(x, cu))
+
+
+# torch's own, while it traces.
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_compiled_autograd_takes_the_op(is_packed: bool) -> None:
+    x, cu = [t.requires_grad_() for t in packed()], bounds(0, 4, 9)
+    results = []
+    for is_compiled in (False, True):
+        out = attend_packed(x, cu) if is_packed else attend(*(t[None] for t in x))
+        loss = out.float().square().sum()
+        compiler = torch.compile(backend="eager")
+        with compiled_autograd._enable(compiler) if is_compiled else nullcontext():
+            loss.backward()
+        results.append([t.grad for t in x])
+        for t in x:
+            t.grad = None
+    assert len(warm._kept) == 1
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 # ---------------------------------------------------------------- what is told apart

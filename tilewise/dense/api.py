@@ -405,11 +405,11 @@ def _attend(
         key = warm.key_of(q, k, v, mask, terms, placement, out_dtype, backend, learns)
         found = warm.find(key)
         if found is not None:
-            lengths = warm.lengths_of(placement) if placement else ()
+            packing = warm.packing_of(placement)
             if not learns:
-                return Partial(*found.run(q, k, v, lengths))
+                return Partial(*found.run(q, k, v, packing))
             run: Any = Attention.apply
-            rest = (lengths, out_dtype or q.dtype, is_partial, found)
+            rest = (packing, out_dtype or q.dtype, is_partial, found)
             return Partial(*run(q, k, v, None, None, None, *rest))
     check_are_tensors(op, {"q": q, "k": k, "v": v})
     if _is_distributed(q, k, v):

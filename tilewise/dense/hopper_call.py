@@ -13,7 +13,7 @@ from ..core.mask import UNBOUNDED
 from ..kernels.launch import compiler_options
 from ..kernels.structs import Operand, Statistics, code
 from . import hopper_forward, hopper_producer
-from .hopper_config import ForwardConfig, forward_config, tile_dim
+from .hopper_config import ForwardConfig, forward_config, product_dim, tile_dim
 from .hopper_descriptors import describe, one_key, spread, tile_layout
 from .hopper_producer import HopperBuild, SpanBuild, Tickets
 from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
@@ -106,6 +106,7 @@ def _build(
     block_m, block_n = config.launch[:2]
     return HopperBuild(
         *dims,
+        product_dim(call.piece.q.shape[-1]),
         call.place_kind,
         SpanBuild(call.mask_kind, block_m, block_n),
         SpanBuild(call.mask_kind, _ROWS, block_n),

@@ -27,35 +27,50 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # What a call may have named.
 BACKENDS = ("auto", "triton", "hopper")
 _EXTRAS = ("alibi_slopes", "bias", "sinks")
-_PLACES = ("max_seqlen_q", "max_seqlen_k", "q_start", "k_start")
+_LONGEST = ("max_seqlen_q", "max_seqlen_k")
+_STARTS = ("q_start", "k_start")
 _kept: dict[tuple[Any, ...], Warm] = {}
 _keeping = threading.Lock()
 
 
-class Warm(NamedTuple):
-    """What a call left: the ops' arguments, and the forward made ready. Neither holds a tensor.
+class Packing(NamedTuple):
+    """What a packed call says of its sequences.
 
-    lengths: of a packed call, as `LENGTHS` names them; empty for others.
+    lengths: as `LENGTHS` names them and as they were given: a checkpoint may recompute a cold call
+        by a warm one, which has to save the same tensors.
+    longest: `Arguments.max_seqlens`.
     """
+
+    lengths: tuple[Tensor | None, ...]
+    longest: list[int]
+
+
+class Warm(NamedTuple):
+    """What a call left: the ops' arguments, and the forward made ready. Neither holds a tensor."""
 
     arguments: Arguments
     forward: Any
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[Tensor | None]
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None
     ) -> tuple[Tensor, Tensor]:
-        if not lengths:
+        if packing is None:
             out, lse = self.forward.run(q, k, v)
             return out, lse
-        call = self._packed(q, k, v, lengths)
-        named: dict[str, Any] = dict(zip(LENGTHS, lengths, strict=True))
-        check_contents(self.arguments._replace(**named), call.piece)
+        call = self._packed(q, k, v, packing.lengths)
+        check_contents(self.arguments._replace(max_seqlens=packing.longest), call.piece)
         out, lse = self.forward.run(call.piece.q, call.piece.k, call.piece.v, call)
-        return out.squeeze(0), lse.squeeze(0)
+        # In place, as the op does.
+        return out.squeeze_(0), lse.squeeze_(0)
 
     def gradients(self, saved: Sequence[Any], dout: Tensor, dlse: Tensor | None) -> list[Tensor]:
         """Gradients of q, k and v. saved: q, k, v, out, lse, and lengths of a packed call."""
         q, k, v, out, lse = saved[:5]
+        if torch.compiler.is_compiling():
+            # Compiled autograd traces the backward of a call that was not compiled.
+            named: dict[str, Any] = dict(zip(LENGTHS, saved[5:], strict=False))
+            rest = (*self.arguments._replace(**named), [False] * 3)
+            return list(torch.ops.tilewise.attention_bwd(dout, dlse, out, lse, q, k, v, *rest)[:3])
         if len(saved) == 5:
             return self._gradients(self.forward.call.on(q, k, v), dout, dlse, out, lse)
         call = self._packed(q, k, v, saved[5:])
@@ -64,6 +79,9 @@ class Warm(NamedTuple):
         return [x.squeeze(0) for x in self._gradients(call, dout, dlse, out, lse)]
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[Tensor | None]) -> Any:
+        cu_q, cu_k, *used = lengths
+        # Self-attention: one packing serves queries and keys.
+        lengths = cu_q, cu_q if cu_k is None else cu_k, *used
         return self.forward.call.on(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), lengths)
 
     def _gradients(
@@ -113,7 +131,13 @@ def key_of(
 
 
 def _key_of_place(placement: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What a packed call's bounds are known by, without what they hold."""
+    """What says where rows stand, without what bounds hold; None for what has to be refused, or
+    read by a cold call."""
+    # Kernels of warm calls make no use of it, and it differs from batch to batch.
+    for name in _LONGEST:
+        x = placement.get(name)
+        if x is not None and (type(x) is not int or x < 0):
+            return None
     key: list[Any] = []
     for name in LENGTHS:
         x = placement.get(name)
@@ -121,7 +145,7 @@ def _key_of_place(placement: dict[str, Any]) -> tuple[Any, ...] | None:
             return None
         known = x is None or (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
         key.append(known)
-    for name in _PLACES:
+    for name in _STARTS:
         x = placement.get(name)
         if x is not None and type(x) is not int:
             return None
@@ -129,22 +153,25 @@ def _key_of_place(placement: dict[str, Any]) -> tuple[Any, ...] | None:
     return tuple(key)
 
 
-def lengths_of(placement: dict[str, Any]) -> tuple[Tensor | None, ...]:
-    """As `Warm.run` takes them."""
+def packing_of(placement: dict[str, Any]) -> Packing | None:
+    """None where nothing is packed."""
     if placement.get("cu_seqlens_q") is None:
-        return ()
-    lengths = [placement.get(name) for name in LENGTHS]
-    # Self-attention: one packing serves queries and keys.
-    lengths[1] = lengths[0] if lengths[1] is None else lengths[1]
-    return tuple(lengths)
+        return None
+    longest = [placement.get(name) for name in _LONGEST]
+    return Packing(
+        tuple(placement.get(name) for name in LENGTHS),
+        [-1 if x is None else x for x in longest],
+    )
 
 
 def _is_observed() -> bool:
-    """Whether something wants to see the registered op itself: a mode, a transform, a tangent."""
+    """Whether something wants to see the registered op itself: a mode, a transform, a tangent, a
+    trace."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
     )
 
 
@@ -162,6 +189,8 @@ def keep(
         return
     from .triton_call import TritonCall
 
+    # How long sequences may be is each call's own.
+    arguments = arguments._replace(max_seqlens=[])
     piece = Piece(q, k, v, arguments.mask, arguments.positions(q, k), arguments.terms)
     call = TritonCall(piece.as_batch())
     if not call.is_reusable:
