@@ -1,1 +1,0 @@
-"""The stages of the chunk form as Triton kernels; each stands once and serves every op."""
