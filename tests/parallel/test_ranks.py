@@ -107,6 +107,40 @@ def test_ranks_that_disagree_are_told_so(what: str) -> None:
     assert caught.value.kinds == dict.fromkeys(range(3), "ValueError")
 
 
+@pytest.mark.parametrize(
+    ("odd", "kind", "words"),
+    [
+        ({"bias": [1.0]}, "ValueError", "bias must be a tensor, got list"),
+        ({"sinks": 1.0}, "ValueError", "sinks must be a tensor, got float"),
+        ({"q": None}, "ValueError", "q must be a tensor, got NoneType"),
+        ({"schedule": ["ring"]}, "ValueError", "schedule must be one of auto, ring"),
+        ({"scale": [1.0]}, "ValueError", "scale must be a number"),
+        ({"backend": ["tiled"]}, "ValueError", "backend must be one of auto"),
+        ({"out_dtype": "fp32"}, "ValueError", "out_dtype must be one of float16"),
+        ({"mask": tw.from_function(jobs.raises_what_it_likes)}, "KeyError", "KeyError: "),
+        ({"mask": tw.from_function(jobs.of_another_shape)}, "ValueError", r"3, 3\]"),
+    ],
+)
+def test_whatever_one_rank_passes_no_other_waits(odd: Any, kind: str, words: str) -> None:
+    with pytest.raises(RankError, match=f"rank 1 of this call failed: .*{words}") as caught:
+        RANKS.run(2, jobs.odd_one_out, Way("ring", zigzag(9, 2)), odd)
+    assert caught.value.kinds == {0: "RuntimeError", 1: kind}
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"k": None}, "k must be a tensor, got NoneType"),
+        ({"backend": "cuda"}, "backend must be one of auto"),
+        ({"alibi_slopes": [1.0]}, "alibi_slopes must be a tensor, got list"),
+    ],
+)
+def test_whatever_one_rank_decodes_no_other_waits(odd: Any, words: str) -> None:
+    with pytest.raises(RankError, match=f"rank 1 of this call failed: .*{words}") as caught:
+        RANKS.run(2, jobs.odd_decode, zigzag(9, 2), odd)
+    assert caught.value.kinds == {0: "RuntimeError", 1: "ValueError"}
+
+
 def test_one_rank_s_mistake_is_told_to_all() -> None:
     with pytest.raises(RankError, match="rank 1 of this call failed") as caught:
         RANKS.run(3, jobs.differing, Way("ring", zigzag(9, 3)), "length")

@@ -22,13 +22,18 @@ from ..core.partials import Partial
 from ..core.philox import draw_rng
 from ..core.shapes import accumulator_of, check_same_device, check_shapes
 from . import torch_flash, warm
-from .checks import PLACEMENT, check_are_tensors, check_buffers, check_call
+from .checks import (
+    PLACEMENT,
+    check_are_tensors,
+    check_buffers,
+    check_call,
+    check_out_dtype,
+)
 from .choice import BACKENDS, choose, explain
 from .ops import Arguments, Attention, check_contents, dtype_for_backward
 from .piece import Piece
 
 _FULL = full()
-_OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def attention(
@@ -426,9 +431,7 @@ def _attend(
     q, k, v = under_autocast(q, k, v)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     out_dtype = q.dtype if out_dtype is None else out_dtype
-    if out_dtype not in _OUT_DTYPES:
-        names = ", ".join(str(x).removeprefix("torch.") for x in _OUT_DTYPES)
-        raise ValueError(f"{op}: out_dtype must be one of {names}, got {out_dtype!r}.")
+    check_out_dtype(op, out_dtype)
     name = _settle(op, backend, Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms))
     if terms["dropout_p"] > 0.0:
         arguments = arguments._replace(rng=draw_rng(q.device))

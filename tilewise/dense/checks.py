@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.mask import Mask
 from ..core.shapes import (
+    COMPUTE_DTYPES,
     check_broadcastable,
     check_head_dims,
     check_head_ratio,
@@ -96,6 +97,12 @@ def check_are_tensors(op: str, tensors: dict[str, Any]) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
+
+
+def check_out_dtype(op: str, out_dtype: torch.dtype) -> None:
+    if out_dtype not in COMPUTE_DTYPES:
+        names = ", ".join(str(x).removeprefix("torch.") for x in COMPUTE_DTYPES)
+        raise ValueError(f"{op}: out_dtype must be one of {names}, got {out_dtype!r}.")
 
 
 def check_buffers(op: str, buffers: dict[str, Any], inputs: dict[str, Tensor]) -> None:

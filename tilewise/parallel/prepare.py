@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.mask import Leaf, Mask
 from ..core.mask_leaves import full
 from ..core.shapes import check_broadcastable
-from ..dense.checks import check_call
+from ..dense.checks import check_are_tensors, check_call, check_out_dtype
 from ..dense.choice import choose_for_pieces
 from .agree import Memo, Signature, agree, describe_mask
 from .choice import ScheduleChoice
@@ -53,6 +53,7 @@ class Given:
     links: tuple[Link, ...]
     scalars: dict[str, Any]
     tensors: dict[str, Tensor | None]
+    out_dtype: torch.dtype | None = None
 
     @property
     def ranks(self) -> int:
@@ -100,7 +101,7 @@ def scalars_of(
 ) -> dict[str, Any]:
     """`Given.scalars` from a call's arguments."""
     named = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
-    return {**named, "is_deterministic": bool(deterministic)}
+    return {**named, "is_deterministic": deterministic}
 
 
 def links_of(mesh: Any, group: Any, op: str = OP) -> tuple[Link, ...]:
@@ -137,13 +138,19 @@ def _key(given: Given) -> tuple[Any, ...]:
     where = given.where
     mask = where.mask
     what = mask.key if isinstance(mask, Mask) and mask.key is not None else _identity(mask)
-    forms = tuple(
-        None if x is None else (tuple(x.shape), x.dtype, x.requires_grad, x.device)
-        for x in given.floating.values()
-    )
     layout = where.layout.key if isinstance(where.layout, Layout) else id(where.layout)
-    rest = (where.schedule, where.backend, torch.is_grad_enabled())
-    return what, layout, forms, tuple(given.scalars.values()), rest
+    named = (*given.floating.values(), *given.scalars.values(), where.schedule, where.backend)
+    forms = tuple(_form_of(x) for x in (*named, given.out_dtype))
+    return what, layout, forms, torch.is_grad_enabled()
+
+
+def _form_of(x: Any) -> Any:
+    """What a key holds of an argument, be it right or wrong: a rank whose call cannot be looked up
+    would raise before the others hear of it."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype, x.requires_grad, x.device
+    is_plain = x is None or isinstance(x, str | int | float | torch.dtype)
+    return x if is_plain else (type(x), repr(x))
 
 
 def _identity(mask: Any) -> tuple[int, ...]:
@@ -171,7 +178,8 @@ def _prepare(given: Given) -> Prepared:
         mask.check_contents(*sizes[:2])
         prepared = _plan(given, schedule, mask)
         signature = _sign(given, schedule, mask)
-    except (ValueError, NotImplementedError) as found:
+    # Any: a predicate may raise what it likes, and the other ranks wait for this one's word.
+    except Exception as found:
         error = found
     agree(OP, given.links, signature, error)
     assert prepared is not None
@@ -181,6 +189,12 @@ def _prepare(given: Given) -> Prepared:
 def check(given: Given) -> None:
     """What one rank can say of its own arguments."""
     q, where, layout = given.q, given.where, given.where.layout
+    named = given.floating.items()
+    check_are_tensors(
+        OP, {name: x for name, x in named if x is not None or name in ("q", "k", "v")}
+    )
+    if given.out_dtype is not None:
+        check_out_dtype(OP, given.out_dtype)
     if not isinstance(layout, Layout):
         raise ValueError(f"{OP}: layout must be a Layout, got {type(layout).__name__}.")
     if layout.ranks != given.ranks:
