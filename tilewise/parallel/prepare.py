@@ -236,7 +236,10 @@ def choose(given: Given) -> ScheduleChoice:
     (B, _, H, D), G, E = q.shape, k.shape[2], v.shape[3]
     shape = Shape(B, given.where.layout.size, H, G, D, E, q.element_size())
     why_not = ""
-    if bias is not None and bias.dim() > 1 and bias.shape[-2] > 1:
+    # Where a rank holds one token, one row may be that token's or all tokens': it cannot tell, and
+    # all have to choose alike.
+    is_for_all = 1 not in given.where.layout.lengths
+    if bias is not None and bias.dim() > 1 and not (bias.shape[-2] == 1 and is_for_all):
         why_not = "a bias with rows of its own for each query does not travel with the heads"
     inner = given.links[-1].ranks
     if given.scalars["dropout_p"] > 0.0 and H % inner:
