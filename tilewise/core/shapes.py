@@ -17,7 +17,12 @@ def accumulator_of(dtype: torch.dtype) -> torch.dtype:
 
 def is_integer(x: object) -> bool:
     """Whether x is a whole number: an int, a compiled call's symbol, or another library's."""
-    return isinstance(x, (int, torch.SymInt)) or hasattr(x, "__index__")
+    if isinstance(x, (int, torch.SymInt)):
+        return True
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and not (x.is_floating_point() or x.is_complex())
+    # An array of another library has an __index__ too, which raises where it holds several.
+    return hasattr(x, "__index__") and getattr(x, "size", 1) == 1
 
 
 def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) -> dict[str, int]:

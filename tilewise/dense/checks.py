@@ -178,7 +178,11 @@ def _check_per_batch(op: str, name: str, tensor: Tensor, B: int) -> None:
 
 def check_numbers(op: str, scale: float, softcap: float | None, dropout_p: float = 0.0) -> None:
     """Of scores and dropout, as kernels can hold them."""
-    numbers = {"scale": scale, "softcap": softcap or 1.0, "dropout_p": dropout_p}
+    numbers = {
+        "scale": scale,
+        "softcap": 1.0 if softcap is None else softcap,
+        "dropout_p": dropout_p,
+    }
     for name, x in numbers.items():
         if not torch.compiler.is_compiling() and not hasattr(x, "__float__"):
             raise ValueError(f"{op}: {name} must be a number, got {x!r}.")
@@ -220,7 +224,7 @@ def _check_bias(op: str, bias: Tensor, dims: dict[str, int], placement: dict[str
 
 def _check_max_seqlens(op: str, placement: dict[str, Any]) -> list[int]:
     given = [placement.get("max_seqlen_q"), placement.get("max_seqlen_k")]
-    if given == [None, None]:
+    if all(value is None for value in given):
         return []
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
         if value is not None and (not is_integer(value) or value < 0):
