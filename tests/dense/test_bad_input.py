@@ -7,6 +7,7 @@ import torch
 
 import tilewise as tw
 from tilewise.core import backends
+from tilewise.core.tolerance import assert_within_budget
 
 
 def call(**changes: Any) -> torch.Tensor:
@@ -19,6 +20,18 @@ def call(**changes: Any) -> torch.Tensor:
     }
     q, k, v = (arguments.pop(name) for name in "qkv")
     return tw.attention(q, k, v, **arguments)
+
+
+def test_nested_tensors_are_sent_to_packed_ones() -> None:
+    rows = [torch.randn(3, 4, 8), torch.randn(5, 4, 8)]
+    q = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with pytest.raises(NotImplementedError, match=r"q must be a plain tensor.* attention_varlen"):
+        tw.attention(q, q, q)
+    values, cu = q.values(), q.offsets()
+    out = tw.attention_varlen(values, values, values, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    row = rows[1][None]
+    exact = tw.attention(*(row.double() for _ in "qkv"))
+    assert_within_budget(out[3:], exact[0], tw.attention(row, row, row)[0])
 
 
 def varlen(**changes: Any) -> torch.Tensor:

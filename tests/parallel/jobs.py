@@ -106,6 +106,13 @@ def odd_decode(rank: Rank, layout: Layout, odd: dict[str, Any]) -> None:
     tw.context_parallel_decode(**call)
 
 
+def odd_unshard(rank: Rank, layout: Layout, odd: dict[str, Any]) -> None:
+    """The same of `unshard`."""
+    x = torch.zeros(2, layout.lengths[rank.index], 3, device=rank.device)
+    call = {"x": x, "layout": layout, "group": rank.groups[layout.ranks]}
+    unshard(**{**call, **(odd if rank.index == 1 else {})})
+
+
 def raises_what_it_likes(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
     raise KeyError
 

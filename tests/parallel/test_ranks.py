@@ -141,6 +141,28 @@ def test_whatever_one_rank_decodes_no_other_waits(odd: Any, words: str) -> None:
     assert caught.value.kinds == {0: "RuntimeError", 1: "ValueError"}
 
 
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"x": None}, "x must be a tensor, got NoneType"),
+        ({"x": torch.zeros(2, 5, 3)}, r"rank 1 holds 4 tokens, got \[2, 5, 3\] along dim 1"),
+        ({"layout": zigzag(9, 3)}, "the layout is for 3 ranks"),
+        ({"layout": 9}, "layout must be a Layout, got int"),
+        ({"dim": 3}, "dim must be one of x's 3, got 3"),
+    ],
+)
+def test_whatever_one_rank_unshards_no_other_waits(odd: Any, words: str) -> None:
+    with pytest.raises(RankError, match=f"rank 1 of this call failed: .*{words}") as caught:
+        RANKS.run(2, jobs.odd_unshard, zigzag(9, 2), odd)
+    assert caught.value.kinds == {0: "RuntimeError", 1: "ValueError"}
+
+
+def test_ranks_that_unshard_differently_are_told_so() -> None:
+    odd = {"x": torch.zeros(2, 4, 3, dtype=torch.float64)}
+    with pytest.raises(RankError, match="unshard: ranks disagree on x: rank 0 has"):
+        RANKS.run(2, jobs.odd_unshard, zigzag(9, 2), odd)
+
+
 def test_one_rank_s_mistake_is_told_to_all() -> None:
     with pytest.raises(RankError, match="rank 1 of this call failed") as caught:
         RANKS.run(3, jobs.differing, Way("ring", zigzag(9, 3)), "length")
@@ -159,6 +181,7 @@ def test_one_rank_s_mistake_is_told_to_all() -> None:
         ({"bias": torch.zeros(3, 5)}, "ValueError", "bias must broadcast"),
         ({"schedule": "ulysses", "bias": torch.zeros(4, 12)}, "NotImplementedError", "bias"),
         ({"dropout_p": 1.5}, "ValueError", "dropout_p"),
+        ({"group": "world"}, "ValueError", "group must be a process group .* got 'world'"),
         ({"mask": tw.key_padding([1, 2])}, "ValueError", "entries"),
     ],
 )

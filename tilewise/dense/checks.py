@@ -97,6 +97,11 @@ def check_are_tensors(op: str, tensors: dict[str, Any]) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
+        if tensor.is_nested:
+            raise NotImplementedError(
+                f"{op}: {name} must be a plain tensor, got a nested one; attention_varlen takes "
+                "its values() as packed tokens and its offsets() as cu_seqlens."
+            )
 
 
 def check_out_dtype(op: str, out_dtype: torch.dtype) -> None:

@@ -111,7 +111,13 @@ def links_of(mesh: Any, group: Any, op: str = OP) -> tuple[Link, ...]:
             f"{op}: needs torch.distributed's process group; call init_process_group first."
         )
     if mesh is None:
-        return (Link.of(dist.group.WORLD if group is None else group),)
+        group = dist.group.WORLD if group is None else group
+        # Where this rank is no member, new_group gave it a number.
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"{op}: group must be a process group that this rank is in, got {group!r}."
+            )
+        return (Link.of(group),)
     if group is not None:
         raise ValueError(f"{op}: takes a mesh or a group, got both.")
     if not hasattr(mesh, "get_group"):
