@@ -87,7 +87,8 @@ def differing(rank: Rank, way: Way, what: str) -> None:
         options["sinks"] = torch.zeros(4)
     if odd and what == "length":
         leaves[1] = leaves[1][:, 1:]
-    tw.context_parallel_attention(*leaves, **options)
+    with torch.set_grad_enabled(not (odd and what == "grad mode")):
+        tw.context_parallel_attention(*leaves, **options)
 
 
 def odd_one_out(rank: Rank, way: Way, odd: dict[str, Any]) -> None:

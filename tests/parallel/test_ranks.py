@@ -92,6 +92,7 @@ DIFFERENCES = {
     "heads": "q",
     "layout": "layout",
     "gradient": "q",
+    "grad mode": "grad mode",
     "sinks": "sinks",
 }
 

@@ -293,6 +293,8 @@ def _sign(given: Given, schedule: str, mask: Mask) -> Signature:
     """What must be alike on every rank, in words."""
     layout = given.where.layout.key
     signature = {"schedule": schedule, "layout": layout, "mask": describe_mask(mask)}
+    # A rank under no_grad sends nothing backward, where the others would wait for it.
+    signature["grad mode"] = str(torch.is_grad_enabled())
     for name, x in given.floating.items():
         if x is None:
             signature[name] = "None"
