@@ -40,7 +40,7 @@ from .agree import (
     is_forced,
 )
 from .comm import Link, flatten, unflatten
-from .layout import Layout
+from .layout import Layout, check_layout
 from .masks import leaves
 from .prepare import link_of
 
@@ -174,12 +174,7 @@ def _check(call: Call, link: Link) -> None:
     """What one rank can say of its own arguments."""
     q, k, v, layout = call[:4]
     check_are_tensors(OP, {"q": q, "k": k, "v": v})
-    if not isinstance(layout, Layout):
-        raise ValueError(f"{OP}: layout must be a Layout, got {type(layout).__name__}.")
-    if layout.ranks != link.ranks:
-        raise ValueError(
-            f"{OP}: the layout is for {layout.ranks} ranks, the mesh or group has {link.ranks}."
-        )
+    check_layout(OP, layout, link.ranks)
     own = layout.lengths[link.rank]
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[1] != own or v.shape[1] != own:
         raise ValueError(

@@ -316,6 +316,16 @@ def _check_mask(op: str, mask: object) -> None:
         raise ValueError(f"{op}: mask must be a tilewise Mask, got {type(mask).__name__}.")
 
 
+def check_layout(op: str, layout: object, ranks: int) -> None:
+    """layout is one for so many ranks."""
+    if not isinstance(layout, Layout):
+        raise ValueError(f"{op}: layout must be a Layout, got {type(layout).__name__}.")
+    if layout.ranks != ranks:
+        raise ValueError(
+            f"{op}: the layout is for {layout.ranks} ranks, the mesh or group has {ranks}."
+        )
+
+
 def check_dim(op: str, name: str, x: object, dim: int) -> None:
     """x is a tensor that has such a dim."""
     if not isinstance(x, Tensor):

@@ -18,7 +18,7 @@ from .agree import Memo, Signature, agree, describe_mask
 from .choice import ScheduleChoice
 from .choice import choose as choose_schedule
 from .comm import Link
-from .layout import Layout
+from .layout import Layout, check_layout
 from .masks import leaves, of_heads, tells_heads_apart
 from .numbered import Numbering
 from .pieces import OP, backend_of_pieces
@@ -201,12 +201,7 @@ def check(given: Given) -> None:
     )
     if given.out_dtype is not None:
         check_out_dtype(OP, given.out_dtype)
-    if not isinstance(layout, Layout):
-        raise ValueError(f"{OP}: layout must be a Layout, got {type(layout).__name__}.")
-    if layout.ranks != given.ranks:
-        raise ValueError(
-            f"{OP}: the layout is for {layout.ranks} ranks, the mesh or group has {given.ranks}."
-        )
+    check_layout(OP, layout, given.ranks)
     if q.dim() != 4:
         raise ValueError(
             f"{OP}: q must be [B, own tokens, H, D], got {list(q.shape)}; packed documents are one "

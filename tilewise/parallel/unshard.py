@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .agree import Memo, Signature, agree
 from .comm import Link, Pending
-from .layout import Layout, check_dim
+from .layout import Layout, check_dim, check_layout
 from .prepare import link_of
 
 OP = "unshard"
@@ -62,12 +62,7 @@ def _compare(x: Tensor, layout: Layout, link: Link, dim: int) -> None:
 
 def _check(x: Tensor, layout: Layout, link: Link, dim: int) -> None:
     check_dim(OP, "x", x, dim)
-    if not isinstance(layout, Layout):
-        raise ValueError(f"{OP}: layout must be a Layout, got {type(layout).__name__}.")
-    if layout.ranks != link.ranks:
-        raise ValueError(
-            f"{OP}: the layout is for {layout.ranks} ranks, the mesh or group has {link.ranks}."
-        )
+    check_layout(OP, layout, link.ranks)
     own = layout.lengths[link.rank]
     if x.shape[dim] != own:
         raise ValueError(
