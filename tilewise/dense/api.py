@@ -403,9 +403,9 @@ def _attend(
     *,
     is_partial: bool = False,
 ) -> Partial:
+    q, k, v = under_autocast(q, k, v)
     key, learns = None, False
     if not torch.compiler.is_compiling() and backend in warm.BACKENDS:
-        q, k, v = under_autocast(q, k, v)
         learns = _learns(q, k, v)
         key = warm.key_of(q, k, v, mask, terms, placement, out_dtype, backend, learns)
         found = warm.find(key)
@@ -428,7 +428,6 @@ def _attend(
             )
 
         return attend_sharded(op, run_local, q, k, v, mask, terms, placement)
-    q, k, v = under_autocast(q, k, v)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     out_dtype = q.dtype if out_dtype is None else out_dtype
     check_out_dtype(op, out_dtype)
