@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import torch
@@ -129,6 +130,14 @@ def check_head_ratio(op: str, H: int, G: int, more: str, fewer: str) -> None:
         raise ValueError(
             f"{op}: {more} must be a multiple of {fewer} and not 0, got H = {H} and G = {G}."
         )
+
+
+def is_read(index: Tensor) -> bool:
+    """Whether what an index tensor holds is checked: on the CPU, elsewhere if TILEWISE_CHECK=1,
+    which waits for the GPU."""
+    if torch.compiler.is_compiling():
+        return False
+    return index.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"
 
 
 def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, stored: int) -> None:

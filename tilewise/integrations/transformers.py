@@ -14,7 +14,6 @@ Dims: B batch, M query length, N key length, H query heads, G kv heads, D qk dim
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -39,7 +38,7 @@ except ImportError as error:
 
 from ..core.mask import Mask
 from ..core.mask_leaves import full, intervals, window
-from ..core.shapes import check_cu_seqlens
+from ..core.shapes import check_cu_seqlens, is_read
 from ..decode.api import attention_with_cache
 from ..decode.cache import KVCache
 from ..dense.api import attention, attention_varlen
@@ -357,10 +356,8 @@ class Implementation:
     def _documents(self, packing: tuple[Tensor, Tensor], M: int, N: int) -> Mask:
         """Packed documents as a mask, to join with one that the model brought for the same row."""
         for name, cu, stored in zip("qk", packing, (M, N), strict=True):
-            forced = os.environ.get("TILEWISE_CHECK") == "1"
-            if torch.compiler.is_compiling() or (cu.device.type != "cpu" and not forced):
-                continue
-            check_cu_seqlens(str(self), f"cu_seq_lens_{name}", cu, stored)
+            if is_read(cu):
+                check_cu_seqlens(str(self), f"cu_seq_lens_{name}", cu, stored)
         cu_q, cu_k = packing
         m = torch.arange(M, device=cu_q.device)
         document = torch.searchsorted(cu_q, m, right=True) - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -99,14 +98,6 @@ def check_bounds(op: str, cu_seqlens: Tensor) -> None:
         raise ValueError(f"{op}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"{op}: cu_seqlens must hold at least one entry, got none.")
-
-
-def is_read(index: Tensor) -> bool:
-    """Whether what an index tensor holds is checked: on the CPU, elsewhere if TILEWISE_CHECK=1,
-    which waits for the GPU."""
-    if torch.compiler.is_compiling():
-        return False
-    return index.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"
 
 
 def _check_state(op: str, state: Tensor, dims: dict[str, int], dtype: torch.dtype) -> None:
