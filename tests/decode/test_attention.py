@@ -179,13 +179,17 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "cache": ({"cache": None}, "cache must be a KVCache, got NoneType"),
     "q": ({"q": None}, "q must be a tensor"),
     "mask": ({"mask": torch.ones(3)}, "mask must be a tilewise Mask, got Tensor"),
-    "batch": ({"q": torch.zeros(3, 1, H, D)}, r"q must be \[2, M, H, 16\], got \[3, 1, 6, 16\]"),
-    "dim": ({"q": torch.zeros(2, 1, H, D + 1)}, r"q must be \[2, M, H, 16\], got \[2, 1, 6, 17\]"),
+    "batch": ({"q": torch.zeros(3, 1, H, D)}, r"q must be \[B, M, H, 16\] with B = 2, got \[3, 1,"),
+    "dim": ({"q": torch.zeros(2, 1, H, D + 1)}, r"q must be \[B, M, H, 16\], got \[2, 1, 6, 17\]"),
     "heads": ({"q": torch.zeros(2, 1, 5, D)}, "a multiple of the kv heads of the cache"),
     "dtype": ({"q": torch.zeros(2, 1, H, D).half()}, "q must have the cache's dtype"),
     "int q": ({"q": torch.zeros(2, 1, H, D).int()}, "q must be float16, bfloat16, float32"),
     "packed": ({"cu_seqlens_q": ints(0, 1, 2)}, r"q must be \[T, H, 16\]"),
     "cu": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": ints(0, 3, 5)}, "cu_seqlens_q ends at 5"),
+    "no cu": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": [0, 3, 4]},
+              "cu_seqlens_q must be a tensor, got list"),
+    "cu size": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": ints(0, 4)},
+                r"cu_seqlens_q must be \[3\], got \[2\]"),
     "cu dtype": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": torch.zeros(3)}, "cu_seqlens_q must"),
     "longest": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": ints(0, 3, 4), "max_seqlen_q": 2},
                 "max_seqlen_q is 2, but a sequence has 3 queries"),
@@ -268,5 +272,7 @@ def test_the_op_is_what_its_schema_says(packed: bool) -> None:
     lse = q.new_zeros(H, 4) if packed else q.new_zeros(2, H, 3)
     op = torch.ops.tilewise.attention_with_cache_fwd.default
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    found = torch.library.opcheck(op, (out, lse, q, *flatten(call), "tiled"), test_utils=tests)
+    found = torch.library.opcheck(
+        op, (out, lse, q, *flatten(call), "tiled", None), test_utils=tests
+    )
     assert set(found.values()) == {"SUCCESS"}

@@ -82,7 +82,8 @@ def filled(page: int | None, dtype: torch.dtype = torch.float32) -> tw.KVCache:
 
 APPENDS: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({}, "sequence 2 would grow to 27 tokens, but the cache holds 2[45]"),
-    "dims": ({"k": torch.zeros(B, 3, G, D + 1)}, r"k must be \[3, L, 2, 8\], got"),
+    "dims": ({"k": torch.zeros(B, 3, G, D + 1)}, r"k must be \[B, L, 2, 8\], got"),
+    "batch": ({"k": torch.zeros(2, 3, G, D)}, r"k must be \[B, L, 2, 8\] with B = 3, got"),
     "one length": ({"v": torch.zeros(B, 2, G, E)}, "v must be .* with L = 3"),
     "dtype": ({"k": torch.zeros(B, 3, G, D).half()}, "k must have the cache's dtype"),
     "no tensor": ({"v": None}, "v must be None for a latent cache"),
@@ -114,6 +115,22 @@ def test_a_refused_append_changes_nothing(name: str, page: int | None) -> None:
         cache.append(**call)
     for n, x in before.items():
         assert torch.equal(getattr(cache, n), x)
+
+
+@pytest.mark.parametrize("learned", ["k", "v"])
+def test_keys_and_values_that_are_learned_are_not_stored(learned: str) -> None:
+    cache = filled(5)
+    cache.lengths.zero_()
+    before = {n: x.clone() for n, x in cache.tensors().items()}
+    new = {"k": torch.zeros(B, 3, G, D), "v": torch.zeros(B, 3, G, E)}
+    new[learned].requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"KVCache.append: has no gradient"):
+        cache.append(**new)
+    for n, x in before.items():
+        assert torch.equal(getattr(cache, n), x)
+    with torch.no_grad():
+        cache.append(**new)
+    assert cache.lengths.tolist() == [3] * B
 
 
 @pytest.mark.parametrize(

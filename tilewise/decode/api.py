@@ -214,9 +214,10 @@ def _attend(
         if out.dtype != q.dtype:
             raise ValueError(f"{op}: out must have q's dtype {q.dtype}, got {out.dtype}.")
     if torch.compiler.is_compiling():
-        name = backend
+        # Whether and what tensors hold is asked where the graph runs; of the CPU's always.
+        name, later = backend, None if q.device.type == "cpu" else check
     else:
-        name = choose(op, backend, call)
+        name, later = choose(op, backend, call), False
         if cache.is_checked(check):
             check_contents(op, call)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
@@ -226,7 +227,7 @@ def _attend(
     if key is not None and name in _KERNELS and _is_reusable(call):
         warm.keep(key, run_kernels(name, call, out, lse))
         return Partial(out, lse)
-    torch.ops.tilewise.attention_with_cache_fwd(out, lse, q, *flatten(call), name)
+    torch.ops.tilewise.attention_with_cache_fwd(out, lse, q, *flatten(call), name, later)
     return Partial(out, lse)
 
 

@@ -367,6 +367,19 @@ def turned_keys(cache: KVCache, k: Tensor, new: Mapping[str, Tensor], rotary: Ro
     return rotate(k, first.to(torch.int64)[new["b"]] + new["i"], rotary)
 
 
+def check_starts(op: str, name: str, cu_seqlens: Tensor | None, B: int) -> None:
+    """Raise ValueError for what cannot say where B sequences of packed tokens start. Reads nothing,
+    and makes no number of B, so that compiled calls take any batch."""
+    if cu_seqlens is None:
+        return
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"{op}: {name} must be a tensor, got {type(cu_seqlens).__name__}.")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] != B + 1:
+        raise ValueError(f"{op}: {name} must be [{B + 1}], got {list(cu_seqlens.shape)}.")
+    if cu_seqlens.dtype not in _INDEX:
+        raise ValueError(f"{op}: {name} must be int32 or int64, got {cu_seqlens.dtype}.")
+
+
 def _check_range(op: str, name: str, index: Tensor, stop: int) -> None:
     if index.numel() and (bool((index < 0).any()) or bool((index >= stop).any())):
         odd = index[(index < 0) | (index >= stop)]

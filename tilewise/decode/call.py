@@ -20,9 +20,7 @@ from ..core.shapes import (
 )
 from ..dense.checks import check_numbers
 from ..dense.piece import Terms
-from .cache import FLOAT8, KVCache
-
-_INDEX = (torch.int32, torch.int64)
+from .cache import FLOAT8, KVCache, check_starts
 
 
 @dataclass(frozen=True)
@@ -100,13 +98,12 @@ def make_call(
         raise ValueError(f"{op}: mask must be a tilewise Mask, got {type(mask).__name__}.")
     B, G, D = cache.B, cache.k.shape[2], cache.k.shape[3]
     named = {"q": q, "cu_seqlens_q": cu_seqlens_q, "lengths": cache.lengths}
-    q_spec = f"{B} M H {D}" if cu_seqlens_q is None else f"T H {D}"
-    dims = check_shapes(op, named, q=q_spec, cu_seqlens_q=str(B + 1))
+    q_spec = f"B M H {D}" if cu_seqlens_q is None else f"T H {D}"
+    dims = check_shapes(op, named, lengths="B", q=q_spec)
     H = dims["H"]
     check_head_ratio(op, H, G, "the query heads of q", "the kv heads of the cache")
     _check_dtypes(op, q, cache)
-    if cu_seqlens_q is not None and cu_seqlens_q.dtype not in _INDEX:
-        raise ValueError(f"{op}: cu_seqlens_q must be int32 or int64, got {cu_seqlens_q.dtype}.")
+    check_starts(op, "cu_seqlens_q", cu_seqlens_q, B)
     if max_seqlen_q is not None and (not isinstance(max_seqlen_q, int) or max_seqlen_q < 0):
         raise ValueError(f"{op}: max_seqlen_q must be an int >= 0, got {max_seqlen_q!r}.")
     count = splits.count
