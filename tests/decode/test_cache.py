@@ -117,6 +117,20 @@ def test_a_refused_append_changes_nothing(name: str, page: int | None) -> None:
         assert torch.equal(getattr(cache, n), x)
 
 
+@pytest.mark.parametrize("name", ["k", "v", "lengths"])
+def test_elements_that_share_memory_are_not_written(name: str) -> None:
+    given = {n: x for n, x in parts().items() if x is not None}
+    for n in ("k", "v"):
+        given[n].zero_()
+    given[name] = given[name][:1].expand_as(given[name])
+    cache = tw.KVCache(**given)
+    with pytest.raises(ValueError, match=rf"{name} must have memory for each of its elements"):
+        cache.append(torch.ones(B, 3, G, D), torch.ones(B, 3, G, E))
+    assert not any(x.any() for x in cache.tensors().values())
+    # Reading is another matter.
+    assert not tw.attention_with_cache(torch.ones(B, 1, G, D), cache).any()
+
+
 @pytest.mark.parametrize("learned", ["k", "v"])
 def test_keys_and_values_that_are_learned_are_not_stored(learned: str) -> None:
     cache = filled(5)
@@ -149,7 +163,12 @@ def test_no_cache_has_such_sizes(change: dict[str, Any], message: str) -> None:
         tw.KVCache.allocate(**given)
 
 
-@pytest.mark.parametrize("tokens", [-1, 1.5, "1", torch.tensor([1.0])])
+ROWS = torch.ones(B, 1).int()
+
+
+@pytest.mark.parametrize(
+    "tokens", [-1, 1.5, "1", True, torch.tensor([1.0]), ints(1, 1), ROWS, ints(1, -1, 0)], ids=str
+)
 def test_what_was_never_written_is_not_wound_back_to(tokens: Any) -> None:
     cache = filled(5)
     before = cache.lengths.clone()

@@ -14,6 +14,7 @@ from ..core.partials import Partial
 from ..core.shapes import accumulator_of, check_same_device, check_shapes
 from . import warm
 from .cache import KVCache as KVCache
+from .cache import check_writable
 from .call import CacheCall, Splits, check_contents, make_call
 from .choice import choose, explain
 from .ops import flatten, run_kernels
@@ -63,7 +64,8 @@ def attention_with_cache(
         num_splits: into how many parts the kernels cut the capacity; they choose when None.
         batch_invariant: parts of a fixed size: a sequence's result is the same bit for bit whatever
             else is in the batch.
-        out: where to write the result: of its shape, in q's dtype, on its device, any strides.
+        out: where to write the result: of its shape, in q's dtype, on its device, any strides; it
+            may be q.
         check: read lengths and indices and raise for what leaves the cache, which waits for a GPU;
             always done on the CPU and where TILEWISE_CHECK=1 is set. Unchecked kernels cut what
             leaves the cache to it.
@@ -213,6 +215,7 @@ def _attend(
         check_same_device(op, {"q": q, "out": out})
         if out.dtype != q.dtype:
             raise ValueError(f"{op}: out must have q's dtype {q.dtype}, got {out.dtype}.")
+        check_writable(op, "out", out)
     if torch.compiler.is_compiling():
         # Whether and what tensors hold is asked where the graph runs; of the CPU's always.
         name, later = backend, None if q.device.type == "cpu" else check

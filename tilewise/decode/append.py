@@ -9,7 +9,15 @@ from torch import Tensor
 
 from ..core.backends import triton_problem
 from ..core.shapes import check_cu_seqlens, check_same_device, check_shapes
-from .cache import FLOAT8, KVCache, check_starts, place_new, quantise, turned_keys
+from .cache import (
+    FLOAT8,
+    KVCache,
+    check_starts,
+    check_writable,
+    place_new,
+    quantise,
+    turned_keys,
+)
 from .rotary import Rotary
 
 _OP = "KVCache.append"
@@ -172,6 +180,8 @@ def _check(
             f"{_OP}: has no gradient; call it under torch.no_grad(), or train with attention, "
             "which has one."
         )
+    for name, x in (("the cache's k", cache.k), ("v", cache.v), ("lengths", cache.lengths)):
+        check_writable(_OP, name, x)
     if rotary is not None:
         if not isinstance(rotary, Rotary):
             raise ValueError(f"{_OP}: rotary must be a Rotary, got {type(rotary).__name__}.")
