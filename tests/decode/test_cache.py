@@ -1,5 +1,6 @@
 """The cache itself: what it refuses, and what appending writes and leaves alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ def ints(*values: Any) -> Tensor:
 
 
 def parts(page: int | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    return vars(tw.KVCache.allocate(B, N, G, D, E, page_size=page, dtype=dtype))
+    return tw.KVCache.allocate(B, N, G, D, E, page_size=page, dtype=dtype).tensors()
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -203,7 +204,7 @@ def test_tokens_one_by_one_are_all_at_once(page: int | None) -> None:
     k, v = torch.randn(B, 7, G, D), torch.randn(B, 7, G, E)
     rotary = tw.Rotary(torch.randn(N, 3), torch.randn(N, 3), interleaved=True)
     caches = [tw.KVCache.allocate(B, N, G, D, E, page_size=page) for _ in range(3)]
-    caches = [tw.KVCache(**{**vars(c), "k": c.k.float(), "v": c.v.float()}) for c in caches]
+    caches = [replace(c, k=c.k.float(), v=c.v.float()) for c in caches]
     for c in caches:
         c.k.zero_()
         c.v.zero_()
@@ -231,3 +232,22 @@ def test_float8_saturates_and_a_token_has_its_own_scale() -> None:
     fixed = tw.KVCache(cache.k, cache.v, ints(2), k_scale=torch.ones(1), v_scale=torch.ones(1))
     fixed.append(k[:, :1], torch.zeros(1, 1, 1, E))
     assert fixed.k[0, 2, 0].float().tolist() == [448.0] * D
+
+
+def test_scales_that_are_written_have_memory_of_their_own() -> None:
+    """Of expanded ones every token would leave its scale in the same place."""
+    k = torch.zeros(2, 8, 2, 16).to(torch.float8_e4m3fn)
+    scale, new = torch.ones(1).expand(2, 8, 2), torch.randn(2, 3, 2, 16)
+    cache = tw.KVCache(
+        k, k.clone(), torch.zeros(2, dtype=torch.int32), k_scale=scale, v_scale=scale.clone()
+    )
+    with pytest.raises(ValueError, match="append: k_scale must have memory for each of its elem"):
+        cache.append(new, new)
+    assert cache.lengths.tolist() == [0, 0]
+
+
+def test_expanded_lengths_do_not_go_back() -> None:
+    k = torch.zeros(2, 8, 2, 16)
+    cache = tw.KVCache(k, k.clone(), torch.tensor([5]).expand(2))
+    with pytest.raises(ValueError, match="rewind: lengths must have memory for each of its elem"):
+        cache.rewind(1)

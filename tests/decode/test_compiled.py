@@ -210,6 +210,36 @@ def test_values_that_are_left_out_are_missed_in_a_graph_too() -> None:
         append(one[..., :8], one[..., :8])
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_wrong_v_is_missed_in_graphs_of_any_cache(backend: str) -> None:
+    """Values as wide as keys look like a latent cache's to a graph, and a latent's like others."""
+    equal = tw.KVCache.allocate(B, N, G, D, D, dtype=torch.float32)
+    one, wide = torch.randn(B, 1, G, D), torch.randn(B, 1, 1, D)
+    append = torch.compile(lambda cache, k, v: cache.append(k, v), backend=backend)
+    with pytest.raises(Exception, match="v must be None for a latent cache"):
+        append(equal, one, None)
+    with pytest.raises(Exception, match="v must be None for a latent cache"):
+        append(latent(), wide, wide[..., :RANK])
+    assert equal.lengths.tolist() == [0, 0]
+    append(equal, one, one)
+    assert torch.equal(equal.v[:, 0], one[:, 0])
+
+
+def test_a_latent_cache_made_in_the_graph_refuses_values_where_it_runs() -> None:
+    keys, lengths = torch.zeros(B, N, 1, D), ints(0, 0)
+    wide = torch.randn(B, 1, 1, D)
+
+    def step(k: Tensor, v: Tensor | None) -> None:
+        tw.KVCache(keys, keys[..., :RANK], lengths).append(k, v)
+
+    graph = torch.compile(step, backend="eager", fullgraph=True)
+    graph(wide, None)
+    assert torch.equal(keys[:, 0], wide[:, 0])
+    with pytest.raises(Exception, match="v must be None for a latent cache"):
+        graph(wide, wide[..., :RANK])
+    assert lengths.tolist() == [1, 1]
+
+
 class Layer(nn.Module):
     """One layer's cache in buffers, as an exported decoder has it."""
 

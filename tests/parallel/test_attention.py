@@ -18,6 +18,7 @@ from tests.parallel.ranks import RANKS, RankError
 from tilewise.core.tolerance import assert_within_budget
 from tilewise.parallel import layout as layouts
 from tilewise.parallel.layout import Layout
+from tilewise.parallel.plan import Request, make_plan
 
 S, B, H, G, D, E = 61, 2, 6, 2, 16, 8
 EDGES = [0, 9, 9, 40, 53]
@@ -200,15 +201,20 @@ def test_rows_of_bias_where_a_rank_has_one_token_or_none(lengths: tuple[int, ...
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inside", (tw.causal, tw.full))
-@pytest.mark.parametrize("schedule", ONE_DIM)
-def test_documents_of_one_row_are_packed(
+@pytest.mark.parametrize("schedule", ("ring", "all_gather"))
+def test_documents_of_one_batch_row_are_packed(
     schedule: str, inside: Callable[[], tw.Mask], dtype: torch.dtype
 ) -> None:
     """So many documents that pieces would be more than `plan.MOST_PIECES`."""
-    edges = [0, 9, 10, 40, 53, 70, 75, 100, 121]
-    layout = layouts.document_zigzag(edges, 3, 130)
-    tensors = {n: x[:1] for n, x in qkv(130, dtype=dtype).items()}
-    check_over_ranks(Way(schedule, layout), tensors, mask=inside() & tw.documents(edges))
+    edges = list(range(0, 1401, 140))
+    layout, mask = layouts.document_zigzag(edges, 2, 1410), inside() & tw.documents(edges)
+    request = Request(1, H, False, torch.device("cpu"))
+    for rank in range(2):
+        plan = make_plan(mask, layout, rank, request, gathers=schedule == "all_gather")
+        calls = plan.whole or [call for calls in plan.calls for call in calls]
+        assert calls and all(call.edges is not None for call in calls)
+    tensors = {n: x[:1] for n, x in qkv(1410, dtype=dtype).items()}
+    check_over_ranks(Way(schedule, layout), tensors, mask=mask)
 
 
 @pytest.mark.parametrize("lengths", [(5, 0, 2), (3, 2, 2)])

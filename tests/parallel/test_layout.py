@@ -375,12 +375,12 @@ def test_chunks_of_many_documents_meet_all_keys_in_packed_calls(
     ranks: int, mask: Callable[[], tw.Mask]
 ) -> None:
     """Not in one with a table, which is slow; two, since both chunks of a document see its keys."""
-    edges = [0, 40, 41, 90, 130, 170, 180, 260, 300]
-    layout, whole = document_zigzag(edges, ranks, 310), mask() & tw.documents(edges)
+    edges = [0, 400, 410, 900, 1300, 1700, 1800, 2600, 3000]
+    layout, whole = document_zigzag(edges, ranks, 3100), mask() & tw.documents(edges)
     request = Request(1, 1, False, torch.device("cpu"))
     for rank in range(ranks):
         calls = make_plan(whole, layout, rank, request, gathers=True).whole
-        want = whole.dense(1, 1, 310, 310)[0, 0][layout.positions(rank)]
+        want = whole.dense(1, 1, 3100, 3100)[0, 0][layout.positions(rank)]
         # Where all is seen, both chunks see the same.
         assert len(calls) <= (2 if mask is tw.causal else 1)
         assert torch.equal(seen_by(calls, *want.shape), want)
@@ -398,6 +398,15 @@ def test_rows_that_would_take_many_packed_calls_take_a_table() -> None:
     inner = call.mask.dense(1, 1, call.q1 - call.q0, call.k1 - call.k0)[0, 0]
     got[call.q0 : call.q1, call.k0 : call.k1] = inner
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("width", (9, 13, 30))
+def test_sequences_of_few_rows_take_a_table(width: int) -> None:
+    """A narrow window over stripes would be packed sequences of one row or two, each a tile."""
+    request = Request(1, 1, False, torch.device("cpu"))
+    layout, mask = layouts.striped(1024, 8), tw.causal() & tw.window(width, 0)
+    (call,) = make_plan(mask, layout, 1, request, gathers=True).whole
+    assert call.edges is None
 
 
 def spread_bounds(size: int) -> tuple[torch.Tensor, torch.Tensor]:

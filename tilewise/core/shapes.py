@@ -39,6 +39,8 @@ def check_number(op: str, name: str, x: Any) -> None:
         return
     if x.numel() != 1:
         raise ValueError(f"{op}: {name} must be a number, got {list(x.shape)}.")
+    if x.dtype == torch.bool:
+        raise ValueError(f"{op}: {name} must be a number, got a bool tensor.")
     if x.requires_grad and torch.is_grad_enabled():
         advice = "; to learn it, multiply q by it" if name == "scale" else ""
         raise ValueError(

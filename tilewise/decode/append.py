@@ -35,7 +35,7 @@ def append(
     if torch.compiler.is_compiling():
         _append_traced(cache, k, v, cu_seqlens, rotary, check)
         return
-    _check_latent(cache.is_latent, v)
+    check_latent(cache.is_latent, v)
     _check(cache, k, v, cu_seqlens, rotary)
     append_checked(cache, k, v, cu_seqlens, rotary, check)
 
@@ -49,11 +49,12 @@ def _append_traced(
     check: bool | None,
 ) -> None:
     """The op that stands in compiled and exported programs; it checks what tensors hold."""
-    # Traced tensors have no address: one whose values may lie in its keys is taken for latent.
-    is_latent = v is None
-    if is_latent and (cache.k.stride() != cache.v.stride() or cache.k.shape[3] < cache.v.shape[3]):
-        is_latent = False
-    _check_latent(is_latent, v)
+    is_latent = cache.was_latent
+    if is_latent is None:
+        # Made in the graph: without v it is latent if it may be; with v the op sees addresses.
+        is_latent = v is None and cache.k.stride() == cache.v.stride()
+        is_latent = is_latent and cache.v.shape[3] < cache.k.shape[3]
+    check_latent(is_latent, v)
     _check(cache, k, v, cu_seqlens, rotary)
     turn: tuple[Any, ...] = (None, None, None, False)
     if rotary is not None:
@@ -82,7 +83,7 @@ def append_checked(
     _write(cache, k, v, cu_seqlens, rotary)
 
 
-def _check_latent(is_latent: bool, v: Tensor | None) -> None:
+def check_latent(is_latent: bool, v: Tensor | None) -> None:
     if is_latent != (v is None):
         raise ValueError(
             f"{_OP}: v must be None for a latent cache, whose values are part of its keys, and a "
@@ -180,6 +181,10 @@ def _check(
     if 0 in cache.k.stride() or 0 in cache.v.stride() or 0 in cache.lengths.stride():
         for name, x in (("the cache's k", cache.k), ("v", cache.v), ("lengths", cache.lengths)):
             check_writable(_OP, name, x)
+    if cache.has_token_scales:
+        for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+            assert scale is not None
+            check_writable(_OP, name, scale)
     if rotary is not None:
         if not isinstance(rotary, Rotary):
             raise ValueError(f"{_OP}: rotary must be a Rotary, got {type(rotary).__name__}.")

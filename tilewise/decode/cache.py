@@ -86,6 +86,10 @@ class KVCache:
                 f"got {dims['R']}."
             )
         self._check_scales(op, tensors)
+        # Traced tensors have no address: a graph takes what a cache was when it was made.
+        is_traced = torch.compiler.is_compiling() or self.k.device.type == "meta"
+        is_plain = type(self.k) is Tensor and type(self.v) is Tensor
+        self.was_latent = None if is_traced or not is_plain else self.is_latent
 
     def _check_scales(self, op: str, tensors: dict[str, Tensor]) -> None:
         if self.k.dtype not in FLOAT8:
@@ -232,7 +236,7 @@ class KVCache:
 
         tokens: an int >= 0, or integers `[B]`, none of them negative; lengths do not fall below 0.
         Raises: ValueError for what is neither, and for negative ones: what lies behind the lengths
-            was never written. A GPU's integers are cut to 0.
+            was never written. A GPU's integers, and a compiled call's, are cut to 0.
         """
         if isinstance(tokens, Tensor):
             is_right = tokens.dtype in _INDEX and tokens.shape in ((), self.lengths.shape)
@@ -246,6 +250,7 @@ class KVCache:
                 f"KVCache.rewind: tokens must be an int >= 0 or integers >= 0 [{self.B}], "
                 f"got {tokens!r}."
             )
+        check_writable("KVCache.rewind", "lengths", self.lengths)
         if isinstance(tokens, Tensor):
             tokens = tokens.clamp(min=0)
         self.lengths.sub_(tokens).clamp_(min=0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.mask import raise_mask
 from ..dense.piece import Terms
-from .append import append_checked
+from .append import append_checked, check_latent
 from .cache import KVCache
 from .call import CacheCall, Splits, check_contents
 from .choice import choose
@@ -155,6 +155,8 @@ def _append(*arguments: Any) -> None:
     v_cache, v_chosen = (x.k_cache, x.k_chosen) if x.v_cache is None else (x.v_cache, x.v_chosen)
     scales = (x.k_scale, x.v_scale) if x.k_chosen is None else (x.k_chosen, v_chosen)
     cache = KVCache(x.k_cache, v_cache, x.lengths, x.block_table, x.batch_index, None, *scales)
+    if x.v_cache is not None:
+        check_latent(cache.is_latent, x.v)
     rotary = None
     if x.cos is not None and x.sin is not None:
         rotary = Rotary(x.cos, x.sin, x.interleaved, x.first)

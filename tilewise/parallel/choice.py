@@ -77,7 +77,8 @@ def choose(
     }
     rejected = {
         # `bench parallel` on two H200s, 2026-11-30: 64k causal tokens 114 ms for both directions
-        # beside the ring's 108, 16k 10.2 beside 7.5, documents four times as long.
+        # beside the ring's 108, 16k 10.2 beside 7.5; documents, by a table then, four times as
+        # long.
         "all_gather": f"it holds the keys of {ranks} ranks at a time, and was slower on two H200s",
         "usp": "it needs a 2-D mesh",
     }

@@ -22,13 +22,13 @@ from torch import Tensor
 from ..core.mask import Mask
 from ..core.mask_leaves import full, intervals
 from .layout import Layout
-from .visible import as_band, as_packed, as_table, local_intervals, on_device
+from .visible import Packing, as_band, as_packed, as_table, local_intervals, on_device
 
 # More pieces than this become one call with a table. A piece is a launch and a merge.
 MOST_PIECES = 8
-# Of packed sequences, where one would not do: each goes over all rows once more, and a table's call
-# is slower than several of them.
-MOST_PACKINGS = 4
+# Calls of packed sequences, where one would not do: each goes over all rows once more. A table's
+# call is slower than several of them where sequences have so many rows on average.
+MOST_PACKINGS, LEAST_ROWS = 4, 32
 # With more runs than this there are more pieces; they are not even counted.
 MOST_PAIRS = 64
 # Beyond this, pieces that need their positions (ALiBi, bias, dropout) are refused.
@@ -239,8 +239,17 @@ def _packed(bounds: Bounds, box: Box, most: int) -> list[Call] | None:
     found = as_packed(*_inside(bounds, box), most)
     if found is None:
         return None
+    if len(found) > 1 and _rows_of_sequences(found) < LEAST_ROWS:
+        return None
     q0, _, k0, _ = box
     return [Call(q0 + x.q0, q0 + x.q1, k0 + x.k0, k0 + x.k1, x.mask, edges=x.edges) for x in found]
+
+
+def _rows_of_sequences(packings: list[Packing]) -> float:
+    """How many rows sequences have on average that have keys too."""
+    counts = [torch.stack([edges.diff() for edges in x.edges]) for x in packings]
+    rows = torch.cat([x[0, (x > 0).all(0)] for x in counts])
+    return float(rows.double().mean()) if rows.numel() else 0.0
 
 
 def _pieces(mask: Mask, rows: Side, columns: Side, bounds: Bounds, request: Request) -> list[Call]:
