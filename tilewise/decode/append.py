@@ -32,12 +32,20 @@ def append(
     check: bool | None,
 ) -> None:
     """`KVCache.append`."""
-    if torch.compiler.is_compiling():
-        _append_traced(cache, k, v, cu_seqlens, rotary, check)
-        return
-    check_latent(cache.is_latent, v)
+    is_traced = torch.compiler.is_compiling()
+    check_latent(_was_latent(cache, v) if is_traced else cache.is_latent, v)
     _check(cache, k, v, cu_seqlens, rotary)
-    append_checked(cache, k, v, cu_seqlens, rotary, check)
+    run = _append_traced if is_traced else append_checked
+    run(cache, k, v, cu_seqlens, rotary, check)
+
+
+def _was_latent(cache: KVCache, v: Tensor | None) -> bool:
+    """`KVCache.is_latent` as a graph knows it, whose tensors have no address."""
+    if cache.was_latent is not None:
+        return cache.was_latent
+    # Made in the graph: without v it is latent if it may be; with v the op sees addresses.
+    may_be = cache.k.stride() == cache.v.stride() and cache.v.shape[3] < cache.k.shape[3]
+    return v is None and may_be
 
 
 def _append_traced(
@@ -49,13 +57,6 @@ def _append_traced(
     check: bool | None,
 ) -> None:
     """The op that stands in compiled and exported programs; it checks what tensors hold."""
-    is_latent = cache.was_latent
-    if is_latent is None:
-        # Made in the graph: without v it is latent if it may be; with v the op sees addresses.
-        is_latent = v is None and cache.k.stride() == cache.v.stride()
-        is_latent = is_latent and cache.v.shape[3] < cache.k.shape[3]
-    check_latent(is_latent, v)
-    _check(cache, k, v, cu_seqlens, rotary)
     turn: tuple[Any, ...] = (None, None, None, False)
     if rotary is not None:
         turn = rotary.cos, rotary.sin, rotary.first, rotary.interleaved
@@ -77,28 +78,9 @@ def append_checked(
     rotary: Rotary | None,
     check: bool | None,
 ) -> None:
-    """What is left when shapes are right: contents, and the store."""
+    """What is left when shapes are right: contents, new tokens, lengths."""
     if cache.is_checked(check):
         _check_contents(cache, k, cu_seqlens, rotary)
-    _write(cache, k, v, cu_seqlens, rotary)
-
-
-def check_latent(is_latent: bool, v: Tensor | None) -> None:
-    if is_latent != (v is None):
-        raise ValueError(
-            f"{_OP}: v must be None for a latent cache, whose values are part of its keys, and a "
-            f"tensor for any other, got {'None' if v is None else 'a tensor'}."
-        )
-
-
-def _write(
-    cache: KVCache,
-    k: Tensor,
-    v: Tensor | None,
-    cu_seqlens: Tensor | None,
-    rotary: Rotary | None,
-) -> None:
-    """Write new tokens and move the lengths. Nothing is checked here."""
     if k.device.type == "cuda" and not triton_problem(k.device) and _is_kernels(cache, k):
         from .triton_append import append_tokens
 
@@ -122,6 +104,14 @@ def _write(
         if v is not None:
             _store(cache, "v", v[exists], new["b"][exists], at, None)
     cache.lengths.add_(new["count"])
+
+
+def check_latent(is_latent: bool, v: Tensor | None) -> None:
+    if is_latent != (v is None):
+        raise ValueError(
+            f"{_OP}: v must be None for a latent cache, whose values are part of its keys, and a "
+            f"tensor for any other, got {'None' if v is None else 'a tensor'}."
+        )
 
 
 def _is_kernels(cache: KVCache, k: Tensor) -> bool:
