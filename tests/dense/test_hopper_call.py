@@ -233,3 +233,22 @@ def test_packed_calls_write_one_table_each_way(launches: Records) -> None:
         torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
         assert names(launches).count("place_sequences") == 1 and len(launches) == 4
     assert len(warm._kept) == 1
+
+
+def test_a_warm_call_copies_what_the_first_had_to(launches: Records) -> None:
+    """Rows that are not aligned, keys that repeat in memory, no keys at all."""
+    q, k, v = (x.detach() for x in qkv(D=40))
+    wide = [x.detach() for x in qkv()]
+    repeated = wide[1][:, :1].expand(-1, 7, -1, -1)
+    empty = [wide[0], *(x[:, :0] for x in wide[1:])]
+    for x in ([q, k, v], [wide[0], repeated, wide[2]], empty):
+        given = {t.data_ptr() for t in x if t.numel()}
+        seen = []
+        for _ in range(3):
+            launches.clear()
+            tw.attention(*x, mask=tw.causal(), backend="hopper")
+            (_, _, arguments) = launches[0]
+            seen.append([a.base.data_ptr() in given for a in arguments[:3]])
+            assert all(all(s * 2 % 16 == 0 and s for s in a.strides[:-1]) for a in arguments[:3])
+        assert seen[0] == seen[1] == seen[2] and not all(seen[0])
+    assert len(warm._kept) == 3
