@@ -68,6 +68,8 @@ DENSE: list[tuple[dict[str, Any], str]] = [
     ({"scale": [1.0]}, r"scale must be a number, got \[1.0\]"),
     ({"scale": torch.ones(2)}, r"scale must be a number, got \[2\]"),
     ({"q": torch.randn(2, 5, 0, 8)}, r"a multiple of the kv heads of k and not 0, got H = 0"),
+    ({"scale": torch.ones((), requires_grad=True)}, r"requires a gradient.* multiply q by it"),
+    ({"softcap": torch.ones(1, requires_grad=True)}, r"softcap must .* requires a gradient"),
     ({"softcap": torch.ones(3)}, r"softcap must be a number, got \[3\]"),
     ({"softcap": 0.0}, r"softcap must be None or lie between 1e-37 and 1e38, got 0.0"),
     ({"softcap": float("nan")}, r"softcap must be None or lie between"),

@@ -14,6 +14,7 @@ from ..core.shapes import (
     check_broadcastable,
     check_head_dims,
     check_head_ratio,
+    check_number,
     check_same_device,
     check_same_dtype,
     check_shapes,
@@ -189,10 +190,7 @@ def check_numbers(op: str, scale: float, softcap: float | None, dropout_p: float
         "dropout_p": dropout_p,
     }
     for name, x in numbers.items():
-        if not torch.compiler.is_compiling() and not hasattr(x, "__float__"):
-            raise ValueError(f"{op}: {name} must be a number, got {x!r}.")
-        if isinstance(x, Tensor) and x.numel() != 1:
-            raise ValueError(f"{op}: {name} must be a number, got {list(x.shape)}.")
+        check_number(op, name, x)
     # Comparisons, not math.isfinite: torch.compile may hold these as symbols.
     # Both are fp32 numbers in the kernels: what fp32 cannot hold is refused, not rounded to inf.
     largest, smallest = 1e38, 1e-37

@@ -11,6 +11,7 @@ from ..core.shapes import (
     accumulator_of,
     check_head_dims,
     check_head_ratio,
+    check_number,
     check_same_device,
     check_same_dtype,
     check_shapes,
@@ -61,8 +62,7 @@ def check_call(op: str, tensors: dict[str, Any], scale: float | None, vector_gat
 def check_scale(op: str, scale: float | None, D: int) -> float:
     if scale is None:
         return float(D**-0.5)
-    if not torch.compiler.is_compiling() and not hasattr(scale, "__float__"):
-        raise ValueError(f"{op}: scale must be a number, got {scale!r}.")
+    check_number(op, "scale", scale)
     if not abs(scale) <= 1e38:
         raise ValueError(f"{op}: scale must be finite and at most 1e38 in size, got {scale}.")
     return float(scale)
