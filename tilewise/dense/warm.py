@@ -105,12 +105,16 @@ def key_of(
     rest: whatever else tells calls apart.
     """
     is_plain = type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES
-    if not is_plain or terms["dropout_p"] != 0.0:
+    if not is_plain or not (q.layout is k.layout is v.layout is torch.strided):
         return None
     for name in _EXTRAS:
         if terms[name] is not None:
             return None
-    if type(terms["scale"]) not in _NUMBERS or type(terms["softcap"]) not in _NUMBERS:
+    # What is no number is the cold call's to refuse.
+    for name in ("scale", "softcap", "dropout_p"):
+        if type(terms[name]) not in _NUMBERS:
+            return None
+    if terms["dropout_p"] != 0.0:
         return None
     mask_key = mask.key if isinstance(mask, Mask) else None
     device = q.device.type
