@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels.keys import load_keys
 from ..kernels.launch import relaunch
-from ..kernels.masks import key_span, partial_tile, whole_tile
+from ..kernels.masks import in_one_loop, key_span, partial_tile, whole_tile
 from ..kernels.placement import FIRST_Q_TILE, locate
 from ..kernels.scores import add_terms, keep_tile
 from ..kernels.softmax import join_sink, softmax_end, softmax_step
@@ -61,7 +61,7 @@ def _attention_fwd_kernel(q, k, v, out, lse, call, BUILD: tl.constexpr):
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = zero_tile(BLOCK_M, VALUE_DIMS)
-    span = key_span(call.mask, seq, h, tile, list_tile, BUILD)
+    span = in_one_loop(key_span(call.mask, seq, h, tile, list_tile, BUILD), BUILD)
     for i in range(0, span.n_whole):
         n0 = whole_tile(call.mask, span, i, BUILD.mask) * BUILD.block_n
         row_max, row_sum, acc = _visit(
