@@ -183,5 +183,5 @@ def sums_config(key: Key) -> Config:
 
 
 def delta_config(key: Key) -> Config:
-    """Of the kernel that goes over the rows of dO and O once."""
-    return Config(32 if key.architecture == "interpreter" else 64, 0, 4, 1)
+    """Of the kernel that goes once over the rows of dO and of O, which may be in two parts."""
+    return Config(32 if key.architecture == "interpreter" or key.width > 128 else 64, 0, 4, 1)

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ..core.mask import UNBOUNDED
 from ..kernels.launch import compiler_options, relaunch
-from ..kernels.structs import Operand, Statistics, code
+from ..kernels.structs import Operand, Statistics, absent, code
 from . import hopper_forward, hopper_producer
 from .hopper_config import ForwardConfig, forward_config, product_dim, tile_dim
 from .hopper_descriptors import describe, described_as, one_key, spread, tile_layout
 from .hopper_producer import HopperBuild, SpanBuild, Tickets
+from .piece import Result, new_remainder
 from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
 from .triton_placement import DOCUMENTS, PACKED, UNIFORM
 
@@ -28,8 +29,15 @@ L2_BYTES = 32 << 20
 class Forward:
     """A forward made ready: everything but the tensors; see `triton_forward.Forward`."""
 
-    def __init__(self, call: TritonCall, out_dtype: torch.dtype, **overrides: Any) -> None:
-        self.call, self._dtype = call, out_dtype
+    def __init__(
+        self,
+        call: TritonCall,
+        out_dtype: torch.dtype,
+        *,
+        is_split: bool = False,
+        **overrides: Any,
+    ) -> None:
+        self.call, self._dtype, self._is_split = call, out_dtype, is_split
         q = call.tensors[0]
         (B, M, H, D), self._E = q.shape, call.piece.v.shape[-1]
         dims = tile_dim(D), tile_dim(self._E)
@@ -67,10 +75,11 @@ class Forward:
 
     def arguments(
         self, q: Tensor, k: Tensor, v: Tensor, call: TritonCall | None = None
-    ) -> tuple[tuple[Any, ...], Tensor, Tensor]:
-        """Of the kernel; and out and lse, which they hold. call: see `run`."""
+    ) -> tuple[tuple[Any, ...], Result]:
+        """Of the kernel; and what they hold of it. call: see `run`."""
         out = torch.empty(self._out_shape, dtype=self._dtype, device=q.device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
+        remainder = new_remainder(out) if self._is_split else None
         if self._described:
             tensors = (q, k, v, out) if self._is_staged else (q, k, v)
             descriptors = [
@@ -83,12 +92,13 @@ class Forward:
             *descriptors[:3],
             descriptors[3] if self._is_staged else None,
             Operand(out, *self._out_strides),
+            absent(Operand) if remainder is None else Operand(remainder, *self._out_strides),
             Statistics(lse, code(H * M), code(M)),
             self._call if call is None else call.plan_rows(self._config.launch).call,
             Tickets(_counter(q.device), *self._tickets),
             self._build,
         )
-        return arguments, out, lse
+        return arguments, Result(out, lse, remainder)
 
     def _describe(self, *given: Tensor) -> list[Any]:
         """Of q, k, v, and of out where the kernel stores it by TMA."""
@@ -108,19 +118,20 @@ class Forward:
             self._described = tuple(described_as(x, None) for x in found)
         return found
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, call: TritonCall | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: TritonCall | None = None) -> Result:
         if 0 in self._lse_shape:
             out = q.new_empty((*self._out_shape[:3], self._E), dtype=self._dtype)
-            return out, q.new_empty(self._lse_shape, dtype=torch.float32)
-        arguments, out, lse = self.arguments(q, k, v, call)
+            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+            return Result(out, lse, new_remainder(out) if self._is_split else None)
+        arguments, (out, lse, remainder) = self.arguments(q, k, v, call)
         grid = (min(self._n_tiles, _multiprocessors(q.device)), 1, 1)
         if self._compiled is not None:
             relaunch(self._compiled, grid, arguments, self.call.device)
         else:
             self._compiled = self.call.launch(_KERNEL, grid, self._config.launch, arguments)
-        return cut_rows(out, self._E), lse
+        if remainder is not None:
+            remainder = cut_rows(remainder, self._E)
+        return Result(cut_rows(out, self._E), lse, remainder)
 
 
 def _build(
