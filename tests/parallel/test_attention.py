@@ -198,6 +198,19 @@ def test_rows_of_bias_where_a_rank_has_one_token_or_none(lengths: tuple[int, ...
     assert caught.value.kinds == dict.fromkeys(range(3), "NotImplementedError")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inside", (tw.causal, tw.full))
+@pytest.mark.parametrize("schedule", ONE_DIM)
+def test_documents_of_one_row_are_packed(
+    schedule: str, inside: Callable[[], tw.Mask], dtype: torch.dtype
+) -> None:
+    """So many documents that pieces would be more than `plan.MOST_PIECES`."""
+    edges = [0, 9, 10, 40, 53, 70, 75, 100, 121]
+    layout = layouts.document_zigzag(edges, 3, 130)
+    tensors = {n: x[:1] for n, x in qkv(130, dtype=dtype).items()}
+    check_over_ranks(Way(schedule, layout), tensors, mask=inside() & tw.documents(edges))
+
+
 @pytest.mark.parametrize("lengths", [(5, 0, 2), (3, 2, 2)])
 def test_one_row_of_bias_for_all_travels_with_the_heads(lengths: tuple[int, ...]) -> None:
     tensors = qkv(sum(lengths), (6, 2)) | {"bias": torch.randn(2, 6, 1, sum(lengths))}
