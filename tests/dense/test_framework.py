@@ -1,5 +1,6 @@
 """Dense attention inside PyTorch: opcheck, compile, autocast, checkpointing, double backward."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tilewise as tw
 from tests.helpers import backends, runs_kernels
@@ -177,6 +178,39 @@ def test_compiled_ahead_of_time(tmp_path: Path) -> None:
             x, lengths = torch.randn(2, N, 32), torch.tensor([N, 3])
             with torch.no_grad():
                 assert torch.equal(compiled(x, lengths), model(x, lengths))
+
+
+class Seen(TorchDispatchMode):
+    """The ops of ours that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "tilewise":
+            self.names.append(op._schema.name.removeprefix("tilewise::attention_"))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_may_keep_attention_alone(dtype: torch.dtype) -> None:
+    """Selective checkpoints name the ops whose results are kept: then none of them runs again."""
+    leaves = qkv(dtype=dtype)
+    ops = torch.ops.tilewise
+    named = [ops.attention_fwd.default, ops.attention_fwd_split.default]
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tw.attention(q * 2.0, k, v, mask=tw.causal()).sin()
+
+    plain = torch.autograd.grad(block(*leaves).sum(), leaves)
+    for kept in ([], named):
+        contexts = partial(create_selective_checkpoint_contexts, kept)
+        with Seen() as seen:
+            out = checkpoint(block, *leaves, use_reentrant=False, context_fn=contexts)
+            found = torch.autograd.grad(out.sum(), leaves)
+        assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+        assert [x.startswith("fwd") for x in seen.names] == [True] * (2 - bool(kept)) + [False]
 
 
 @pytest.mark.interpreter
