@@ -209,7 +209,8 @@ def _trace(
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    # One cycle; but torch 2.11 warns where nothing is said of others.
+    with profile(activities=activities, acc_events=True) as profiler:
         call()
     profiler.export_chrome_trace(str(path))
     return read_parts(json.loads(path.read_text(encoding="utf-8")), titles)

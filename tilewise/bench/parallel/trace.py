@@ -37,7 +37,7 @@ def record(request: Request, cell: Cell) -> None:
         if not is_seen:
             _run(call, request.device)
             continue
-        with profile(activities=activities) as seen:
+        with profile(activities=activities, acc_events=True) as seen:
             _run(call, request.device)
         seen.export_chrome_trace(request.trace)
         summary = summarize(read(request.trace))
