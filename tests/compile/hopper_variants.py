@@ -50,6 +50,12 @@ def _variant(
     return HopperVariant(name, call, spills, has_start, 3 if max(D, E or D) <= 64 else 2)
 
 
+def _learning(*tensors: torch.Tensor, **options: Any) -> Any:
+    """A call for whose backward out is kept in two parts."""
+    op = tw.attention_varlen if "cu_seqlens_q" in options else tw.attention
+    return op(*(x.requires_grad_() for x in tensors), **options)
+
+
 _LENGTHS = torch.tensor([0, 100, 256], dtype=torch.int32)
 _KEYS = torch.tensor([0, 120, 320], dtype=torch.int32)
 _PACKED: dict[str, Any] = {"cu_seqlens_q": _LENGTHS, "cu_seqlens_k": _KEYS}
@@ -112,6 +118,10 @@ HOPPER_VARIANTS = [
     _variant("fp32 partial D 256", 256, (0, 168), **_PARTIAL),
     _variant("packed fp32 partial", 128, op=tw.attention_varlen_partial, out_dtype=_FP32,
              **_PACKED),
+    _variant("learning D 64", 64, (64, 112), op=_learning),
+    _variant("learning D 128", 128, op=_learning),
+    _variant("learning D 256", 256, (0, 120), op=_learning),
+    _variant("learning, packed", 128, op=_learning, mask=tw.causal(), **_PACKED),
 ]  # fmt: skip
 
 

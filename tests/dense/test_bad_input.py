@@ -74,6 +74,15 @@ DENSE: list[tuple[dict[str, Any], str]] = [
     ({"softcap": torch.ones(3)}, r"softcap must be a number, got \[3\]"),
     ({"softcap": 0.0}, r"softcap must be None or lie between 1e-37 and 1e38, got 0.0"),
     ({"softcap": float("nan")}, r"softcap must be None or lie between"),
+    ({"dropout_p": torch.zeros(2)}, r"dropout_p must be a number, got \[2\]"),
+    (
+        {"q": torch.zeros(2, 5, 4, 8).to_sparse()},
+        r"q must be a strided tensor, got torch.sparse_coo",
+    ),
+    (
+        {"v": torch.zeros(2, 7, 2, 6).to_sparse()},
+        r"v must be a strided tensor, got torch.sparse_coo",
+    ),
     ({"dropout_p": 1.0}, r"dropout_p must lie in \[0, 1\), got 1.0"),
     ({"dropout_p": -0.1}, r"dropout_p must lie in \[0, 1\)"),
     ({"dropout_p": float("nan")}, r"dropout_p must lie in \[0, 1\)"),

@@ -1,5 +1,6 @@
 """Dense attention inside PyTorch: opcheck, compile, autocast, checkpointing, double backward."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tilewise as tw
-from tests.helpers import backends
+from tests.helpers import backends, runs_kernels
 from tests.helpers import check_call as check_budget
+from tilewise.core.backends import is_interpreted
 from tilewise.dense import api, torch_flash
 from tilewise.dense.checks import check_call
 from tilewise.dense.tiled import full_precision
@@ -22,10 +24,13 @@ def qkv(M: int = 9, N: int = 11, dtype: torch.dtype = torch.float32) -> list[Ten
     return [torch.randn(*s, dtype=dtype, requires_grad=True) for s in shapes]
 
 
-def op_arguments(q: Tensor, k: Tensor, v: Tensor, mask: tw.Mask) -> tuple:
+def op_arguments(
+    q: Tensor, k: Tensor, v: Tensor, mask: tw.Mask, placement: dict[str, Any] | None = None
+) -> tuple:
     terms = dict.fromkeys(("scale", "alibi_slopes", "bias"))
     terms |= {"softcap": 4.0, "sinks": torch.randn(4), "dropout_p": 0.0}
-    return check_call("attention", q, k, v, mask, terms, {})._replace(backend=backends("tiled")[0])
+    arguments = check_call("attention", q, k, v, mask, terms, placement or {})
+    return arguments._replace(backend=backends("tiled")[0])
 
 
 MASKS = {
@@ -50,9 +55,11 @@ def test_opcheck(name: str, dtype: torch.dtype) -> None:
     mask = MASKS[name]
     rest = op_arguments(q, k, v, mask)
     torch.library.opcheck(ops.attention_fwd.default, (q, k, v, *rest, torch.float32))
+    torch.library.opcheck(ops.attention_fwd_split.default, (q, k, v, *rest))
     out, lse = ops.attention_fwd(q, k, v, *rest, torch.float32)
-    for dlse in (None, torch.randn_like(lse)):
-        upstream = (torch.randn_like(out), dlse, out, lse)
+    *_, remainder = ops.attention_fwd_split(q, k, v, *rest)
+    for dlse, lost in ((None, None), (torch.randn_like(lse), remainder)):
+        upstream = (torch.randn_like(out), dlse, out, lost, lse)
         arguments = (*upstream, q, k, v, *rest, [False, False, True])
         torch.library.opcheck(ops.attention_bwd.default, arguments)
     buffers = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
@@ -171,6 +178,80 @@ def test_compiled_ahead_of_time(tmp_path: Path) -> None:
             x, lengths = torch.randn(2, N, 32), torch.tensor([N, 3])
             with torch.no_grad():
                 assert torch.equal(compiled(x, lengths), model(x, lengths))
+
+
+class Seen(TorchDispatchMode):
+    """The ops of ours that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "tilewise":
+            self.names.append(op._schema.name.removeprefix("tilewise::attention_"))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_may_keep_attention_alone(dtype: torch.dtype) -> None:
+    """Selective checkpoints name the ops whose results are kept: then none of them runs again."""
+    leaves = qkv(dtype=dtype)
+    ops = torch.ops.tilewise
+    named = [ops.attention_fwd.default, ops.attention_fwd_split.default]
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tw.attention(q * 2.0, k, v, mask=tw.causal()).sin()
+
+    plain = torch.autograd.grad(block(*leaves).sum(), leaves)
+    for kept in ([], named):
+        contexts = partial(create_selective_checkpoint_contexts, kept)
+        with Seen() as seen:
+            out = checkpoint(block, *leaves, use_reentrant=False, context_fn=contexts)
+            found = torch.autograd.grad(out.sum(), leaves)
+        assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+        assert [x.startswith("fwd") for x in seen.names] == [True] * (2 - bool(kept)) + [False]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("packed", [False, True])
+def test_out_and_what_rounding_took_off_it(packed: bool, dtype: torch.dtype) -> None:
+    """Together they are out as it was summed, to 16 bits and more; out is what an op that keeps
+    nothing returns."""
+    ops = torch.ops.tilewise
+    q, k, v = (x.detach() for x in qkv(dtype=dtype))
+    placement = {}
+    if packed:
+        q, k, v = (x[0] for x in (q, k, v))
+        for side, x in (("q", q), ("k", k)):
+            placement[f"cu_seqlens_{side}"] = torch.tensor([0, 2, x.shape[0]], dtype=torch.int32)
+    rest = op_arguments(q, k, v, tw.causal(), placement)
+    wide, lse = ops.attention_fwd(q, k, v, *rest, torch.float32)
+    plain, _ = ops.attention_fwd(q, k, v, *rest, dtype)
+    out, lse_too, remainder = ops.attention_fwd_split(q, k, v, *rest)
+    assert torch.equal(out, plain) and torch.equal(lse, lse_too)
+    assert out.shape == remainder.shape == (*q.shape[:-1], v.shape[-1])
+    lost = wide - out.float()
+    if runs_kernels() and is_interpreted():
+        # Triton's interpreter cuts fp32 to bf16.
+        lost = (lost.view(torch.int32) & -65536).view(torch.float32)
+    assert torch.equal(remainder, lost.bfloat16()) and bool((remainder != 0).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_backward_keeps_the_out_that_was_returned(dtype: torch.dtype) -> None:
+    """Not a copy of it in fp32: what it takes beside inputs, out and lse is 2 bytes an element."""
+    q, k, v = qkv(dtype=dtype)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = tw.attention(q, k, v, mask=tw.causal())
+    known = {x.untyped_storage().data_ptr() for x in (q, k, v, out)}
+    lse, *rest = (x for x in kept if x.untyped_storage().data_ptr() not in known)
+    if lse.dim() == 4:
+        (lse,), rest = rest, [lse]
+    assert lse.dim() == 3
+    assert [x.dtype for x in rest] == [torch.bfloat16] * (dtype.itemsize == 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -161,16 +161,19 @@ def test_what_tma_cannot_describe_is_copied(launches: Records) -> None:
 
 
 def test_other_dtypes_leave_without_a_descriptor(launches: Records) -> None:
-    """fp32 is also what is kept where something learns."""
+    """Where something learns, out leaves as it does elsewhere, and what rounding took off it beside
+    it."""
     learning = qkv()
     assert tw.attention(*learning, backend="hopper").dtype == torch.bfloat16
-    assert launches.pop()[2][3] is None
+    arguments = launches.pop()[2]
+    assert arguments[3] is not None and arguments[5].ptr.dtype == torch.bfloat16
     x = [t.detach() for t in learning]
     for dtype in (torch.bfloat16, torch.float32):
         tw.attention_partial(*x, backend="hopper", out_dtype=dtype)
     staged, direct = (arguments for _, _, arguments in launches)
     assert staged[3] is not None and direct[3] is None
     assert direct[4].ptr.dtype == torch.float32
+    assert staged[5].ptr is direct[5].ptr is None
 
 
 @pytest.mark.parametrize(("D", "E"), [(1, 256), (64, 64), (65, 17), (129, 128), (256, 1)])
@@ -228,8 +231,27 @@ def test_packed_calls_write_one_table_each_way(launches: Records) -> None:
         assert names(launches) == ["place_sequences", FORWARD]
         # Its kernel runs on the table that was written for it.
         table = launches[0][2][0]
-        assert launches[1][2][6].place.table is table
+        assert launches[1][2][7].place.table is table
         launches.clear()
         torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
         assert names(launches).count("place_sequences") == 1 and len(launches) == 4
     assert len(warm._kept) == 1
+
+
+def test_a_warm_call_copies_what_the_first_had_to(launches: Records) -> None:
+    """Rows that are not aligned, keys that repeat in memory, no keys at all."""
+    q, k, v = (x.detach() for x in qkv(D=40))
+    wide = [x.detach() for x in qkv()]
+    repeated = wide[1][:, :1].expand(-1, 7, -1, -1)
+    empty = [wide[0], *(x[:, :0] for x in wide[1:])]
+    for x in ([q, k, v], [wide[0], repeated, wide[2]], empty):
+        given = {t.data_ptr() for t in x if t.numel()}
+        seen = []
+        for _ in range(3):
+            launches.clear()
+            tw.attention(*x, mask=tw.causal(), backend="hopper")
+            (_, _, arguments) = launches[0]
+            seen.append([a.base.data_ptr() in given for a in arguments[:3]])
+            assert all(all(s * 2 % 16 == 0 and s for s in a.strides[:-1]) for a in arguments[:3])
+        assert seen[0] == seen[1] == seen[2] and not all(seen[0])
+    assert len(warm._kept) == 3

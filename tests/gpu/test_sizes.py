@@ -28,7 +28,9 @@ def test_batch_times_heads_of_70000(B: int, heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("mask", [tw.full(), tw.causal()], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "mask", [tw.full(), tw.causal(), tw.window(1700, 0)], ids=["full", "causal", "window"]
+)
 def test_budget_holds_at_larger_sizes(mask: tw.Mask, D: int, dtype: torch.dtype) -> None:
     check(1, 2000, 3001, (4, 2), D, dtype, mask=mask)
 

@@ -159,7 +159,7 @@ def _attend(
             terms = replace(terms, sinks=None)
         dtype = out_dtype if len(edges) == 1 else wide
         piece = Piece(q, k, v, call.whole_mask, at, terms)
-        part = Partial(*attention_fwd(piece, dtype, hands_over=False))
+        part = Partial(*attention_fwd(piece, dtype, hands_over=False)[:2])
         if total is None:
             total = part
         else:

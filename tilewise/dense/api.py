@@ -30,7 +30,7 @@ from .checks import (
     check_out_dtype,
 )
 from .choice import BACKENDS, choose, explain
-from .ops import Arguments, Attention, check_contents, dtype_for_backward
+from .ops import Arguments, Attention, check_contents
 from .piece import Piece
 
 _FULL = full()
@@ -412,7 +412,7 @@ def _attend(
         if found is not None:
             packing = warm.packing_of(placement)
             if not learns:
-                return Partial(*found.run(q, k, v, packing))
+                return Partial(*found.run(q, k, v, packing)[:2])
             run: Any = Attention.apply
             rest = (packing, out_dtype or q.dtype, is_partial, found)
             return Partial(*run(q, k, v, None, None, None, *rest))
@@ -443,8 +443,7 @@ def _attend(
     arguments = arguments._replace(backend=name)
     result = Partial(*_run_op(q, k, v, arguments, out_dtype, is_partial))
     # Only what has run serves calls after it.
-    stored = dtype_for_backward(q.dtype) if learns else out_dtype
-    warm.keep(key, q, k, v, arguments, stored)
+    warm.keep(key, q, k, v, arguments, out_dtype, learns=learns)
     return result
 
 

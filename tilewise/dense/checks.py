@@ -103,6 +103,8 @@ def check_are_tensors(op: str, tensors: dict[str, Any]) -> None:
                 f"{op}: {name} must be a plain tensor, got a nested one; attention_varlen takes "
                 "its values() as packed tokens and its offsets() as cu_seqlens."
             )
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{op}: {name} must be a strided tensor, got {tensor.layout}.")
 
 
 def check_out_dtype(op: str, out_dtype: torch.dtype) -> None:

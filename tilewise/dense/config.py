@@ -164,6 +164,15 @@ def _backward_config(key: Key) -> BackwardConfig:
     return BackwardConfig(_apart(config, config), Config(128, 64, 8, 1))
 
 
+def few_tiles(architecture: str, config: Config) -> int:
+    """Up to how many tiles of a band are visited in one loop: see `kernels/masks.in_one_loop`."""
+    if architecture == "interpreter":
+        # So that small tests visit tiles in one loop and in two.
+        return 3
+    # A loop without a pipeline starts at once.
+    return 24 if config.num_stages > 1 else 0
+
+
 def sums_config(key: Key) -> Config:
     """Of the kernels that sum dS: for a learned bias, and over the keys of each row."""
     if key.architecture == "interpreter":
@@ -174,5 +183,5 @@ def sums_config(key: Key) -> Config:
 
 
 def delta_config(key: Key) -> Config:
-    """Of the kernel that goes over the rows of dO and O once."""
-    return Config(32 if key.architecture == "interpreter" else 64, 0, 4, 1)
+    """Of the kernel that goes once over the rows of dO and of O, which may be in two parts."""
+    return Config(32 if key.architecture == "interpreter" or key.width > 128 else 64, 0, 4, 1)

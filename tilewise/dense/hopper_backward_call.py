@@ -25,7 +25,7 @@ from .hopper_config import backward_config, product_dim, query_config, tile_dim
 from .hopper_descriptors import describe_numbers, describe_tiles, spread
 from .hopper_producer import SpanBuild
 from .hopper_query_backward import Numbers, Outputs, QueryBuild
-from .piece import Piece
+from .piece import Piece, Result
 from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows, new_rows
 from .triton_placement import DOCUMENTS, PACKED
 
@@ -39,17 +39,17 @@ _WIDEST_OF_ONE_PASS = 128
 def attention_gradients(
     call: TritonCall,
     upstream: tuple[Tensor, Tensor | None],
-    result: tuple[Tensor, Tensor],
+    result: Result,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """See `triton_backward.attention_gradients`; bias and slopes have none."""
-    (dout, dlse), (out, lse) = upstream, result
+    (dout, dlse), lse = upstream, result.lse
     inputs = (call.piece.q, call.piece.k, call.piece.v)
     gradients = [new_rows(x.shape, x.dtype, x.device) for x in inputs]
     dlse = None if dlse is None else contiguous_statistics(dlse)
     # All there is in the gradient of a sink is delta, for which P in `out` is too rounded.
     sums = torch.empty_like(lse) if wanted[2] else None
-    _Backward(call, dout, gradients, sums=sums).run(align_rows(out), lse, dlse)
+    _Backward(call, dout, gradients, sums=sums).run(result, lse, dlse)
     extras = [lse.new_empty(0) for _ in range(3)]
     if sums is not None and call.piece.terms.sinks is not None:
         extras[2] = _sink_gradient(call.piece.terms.sinks, lse, dlse, sums)
@@ -106,34 +106,44 @@ class _Backward:
         self._n_blocks = self._by_rows.n_programs
         self._rows = self._dout.new_empty(self._n_blocks * 2 * _M, dtype=torch.float32)
 
-    def run(self, out: Tensor | None, lse: Tensor, dlse: Tensor | None) -> None:
-        """out: where delta comes of it; else it is -dlse."""
+    def run(self, result: Result | None, lse: Tensor, dlse: Tensor | None) -> None:
+        """result: of the forward, where delta comes of it; else it is -dlse."""
+        given = () if result is None else (result.out, result.remainder)
+        outs = [align_rows(x) for x in given if x is not None]
         if self._is_one_pass:
             dim = self._dims[0]
             buffer = self._rows.new_empty(self._n_blocks * _M * dim // _COLUMNS, _COLUMNS)
             columns = describe_numbers(buffer, [_M * dim // 2 // _COLUMNS, _COLUMNS])
-            first, last = self._prepare(out, lse, dlse, buffer, dim), self._finish(buffer)
+            first, last = self._prepare(outs, lse, dlse, buffer, dim), self._finish(buffer)
         else:
             columns = None
-            first, last = self._prepare(out, lse, dlse, self._rows, 0), self._queries()
+            first, last = self._prepare(outs, lse, dlse, self._rows, 0), self._queries()
         self._call.launch_together([first, self._keys(columns), last])
 
     def _prepare(
-        self, out: Tensor | None, lse: Tensor, dlse: Tensor | None, buffer: Tensor, dim: int
+        self,
+        outs: Sequence[Tensor],
+        lse: Tensor,
+        dlse: Tensor | None,
+        buffer: Tensor,
+        dim: int,
     ) -> Launch:
-        """dim: of dQ in the buffer, 0 for none."""
+        """outs: out and what rounding took off it, or fewer. dim: of dQ in the buffer, 0 for
+        none."""
         call, dout = self._call, self._dout
-        outs = (dout,) if out is None else (out, dout)
+        operands = [*map(call.operand, outs), absent(Operand), absent(Operand)]
+        read = (*outs, dout)
         return Launch(
             hopper_rows._attention_bwd_hopper_prepare_kernel,
             (self._n_blocks,),
-            Config(_M, 0, 4, 1),
+            # Rows of O in two parts and of dO: too many for the registers of four warps.
+            Config(_M, 0, 8 if self._dims[1] > _WIDEST_OF_ONE_PASS else 4, 1),
             (
-                absent(Operand) if out is None else call.operand(out), call.operand(dout),
+                *operands[:2], call.operand(dout),
                 call.statistics(lse), call.statistics(dlse), self._rows, buffer,
-                self._by_rows.call.place, dim, call.dims[1], call.place_kind, call.is_wide(*outs),
+                self._by_rows.call.place, dim, call.dims[1], call.place_kind, call.is_wide(*read),
             ),
-            (None if out is None else out.dtype, dlse is None, call.layout_tag(*outs)),
+            (*(x.dtype for x in outs), dlse is None, call.layout_tag(*read)),
         )  # fmt: skip
 
     def _keys(self, buffer: Any) -> Launch:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from ..core.mask import UNBOUNDED
-from ..kernels.launch import compiler_options
-from ..kernels.structs import Operand, Statistics, code
+from ..kernels.launch import compiler_options, relaunch
+from ..kernels.structs import Operand, Statistics, absent, code
 from . import hopper_forward, hopper_producer
 from .hopper_config import ForwardConfig, forward_config, product_dim, tile_dim
-from .hopper_descriptors import describe, one_key, spread, tile_layout
+from .hopper_descriptors import describe, described_as, one_key, spread, tile_layout
 from .hopper_producer import HopperBuild, SpanBuild, Tickets
+from .piece import Result, new_remainder
 from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
 from .triton_placement import DOCUMENTS, PACKED, UNIFORM
 
@@ -28,8 +29,15 @@ L2_BYTES = 32 << 20
 class Forward:
     """A forward made ready: everything but the tensors; see `triton_forward.Forward`."""
 
-    def __init__(self, call: TritonCall, out_dtype: torch.dtype, **overrides: Any) -> None:
-        self.call, self._dtype = call, out_dtype
+    def __init__(
+        self,
+        call: TritonCall,
+        out_dtype: torch.dtype,
+        *,
+        is_split: bool = False,
+        **overrides: Any,
+    ) -> None:
+        self.call, self._dtype, self._is_split = call, out_dtype, is_split
         q = call.tensors[0]
         (B, M, H, D), self._E = q.shape, call.piece.v.shape[-1]
         dims = tile_dim(D), tile_dim(self._E)
@@ -52,6 +60,10 @@ class Forward:
         self._layouts = tile_layout(dims[0]), tile_layout(dims[1])
         self._blocks = [1, 1, _ROWS, dims[0]], [1, 1, config.launch.block_n, dims[0]]
         self._value_blocks = [1, 1, config.launch.block_n, dims[1]], [1, 1, _ROWS, dims[1]]
+        # Of a reusable call, found by its first run: the binary, and where nothing had to be
+        # copied, how q, k, v and out are described.
+        self._compiled: Any = None
+        self._described: tuple[Any, ...] = ()
 
     def options(self) -> dict[str, Any]:
         return compiler_options(self._config.launch)
@@ -63,37 +75,63 @@ class Forward:
 
     def arguments(
         self, q: Tensor, k: Tensor, v: Tensor, call: TritonCall | None = None
-    ) -> tuple[tuple[Any, ...], Tensor, Tensor]:
-        """Of the kernel; and out and lse, which they hold. call: see `run`."""
-        q, k, v = (spread(align_rows(x)) for x in (q, one_key(k), one_key(v)))
-        out = q.new_empty(self._out_shape, dtype=self._dtype)
-        lse = q.new_empty(self._lse_shape, dtype=torch.float32)
-        (q_block, k_block), (v_block, out_block) = self._blocks, self._value_blocks
-        layout, value_layout = self._layouts
+    ) -> tuple[tuple[Any, ...], Result]:
+        """Of the kernel; and what they hold of it. call: see `run`."""
+        out = torch.empty(self._out_shape, dtype=self._dtype, device=q.device)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
+        remainder = new_remainder(out) if self._is_split else None
+        if self._described:
+            tensors = (q, k, v, out) if self._is_staged else (q, k, v)
+            descriptors = [
+                described_as(x, of) for x, of in zip(self._described, tensors, strict=True)
+            ]
+        else:
+            descriptors = self._describe(q, k, v, out)
         H, M = self._lse_shape[1:]
         arguments = (
-            describe(q, q_block, layout),
-            describe(k, k_block, layout),
-            describe(v, v_block, value_layout),
-            describe(out, out_block, value_layout) if self._is_staged else None,
+            *descriptors[:3],
+            descriptors[3] if self._is_staged else None,
             Operand(out, *self._out_strides),
+            absent(Operand) if remainder is None else Operand(remainder, *self._out_strides),
             Statistics(lse, code(H * M), code(M)),
             self._call if call is None else call.plan_rows(self._config.launch).call,
             Tickets(_counter(q.device), *self._tickets),
             self._build,
         )
-        return arguments, out, lse
+        return arguments, Result(out, lse, remainder)
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, call: TritonCall | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _describe(self, *given: Tensor) -> list[Any]:
+        """Of q, k, v, and of out where the kernel stores it by TMA."""
+        q, k, v, out = given
+        inputs = [spread(align_rows(x)) for x in (q, one_key(k), one_key(v))]
+        (q_block, k_block), (v_block, out_block) = self._blocks, self._value_blocks
+        layout, value_layout = self._layouts
+        found = [
+            describe(inputs[0], q_block, layout),
+            describe(inputs[1], k_block, layout),
+            describe(inputs[2], v_block, value_layout),
+        ]
+        if self._is_staged:
+            found.append(describe(out, out_block, value_layout))
+        # Where an input had to be copied, so has one like it.
+        if all(x is of for x, of in zip(inputs, given, strict=False)):
+            self._described = tuple(described_as(x, None) for x in found)
+        return found
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: TritonCall | None = None) -> Result:
         if 0 in self._lse_shape:
             out = q.new_empty((*self._out_shape[:3], self._E), dtype=self._dtype)
-            return out, q.new_empty(self._lse_shape, dtype=torch.float32)
-        arguments, out, lse = self.arguments(q, k, v, call)
+            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+            return Result(out, lse, new_remainder(out) if self._is_split else None)
+        arguments, (out, lse, remainder) = self.arguments(q, k, v, call)
         grid = (min(self._n_tiles, _multiprocessors(q.device)), 1, 1)
-        self.call.launch(_KERNEL, grid, self._config.launch, arguments)
-        return cut_rows(out, self._E), lse
+        if self._compiled is not None:
+            relaunch(self._compiled, grid, arguments, self.call.device)
+        else:
+            self._compiled = self.call.launch(_KERNEL, grid, self._config.launch, arguments)
+        if remainder is not None:
+            remainder = cut_rows(remainder, self._E)
+        return Result(cut_rows(out, self._E), lse, remainder)
 
 
 def _build(
@@ -162,7 +200,8 @@ def _counter(device: torch.device) -> Tensor:
         # Rows of 16 bytes, so that Triton compiles one kernel for all.
         rows = _lasting_zeros(_MOST_SPARE, device)
         _spare[device], _all_spare[device] = list(rows.unbind()), rows
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    # A `Stream` of torch's takes several microseconds.
+    key = (device, torch._C._cuda_getCurrentRawStream(device.index))
     found = _counters.get(key)
     if found is None:
         spare = _spare[device]

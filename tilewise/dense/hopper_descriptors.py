@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -37,7 +36,7 @@ def describe(x: Tensor, block: list[int], layout: Any) -> Any:
         # The stride of a dim of one may be anything, also what no descriptor takes.
         b, m, h = (s if n > 1 else D for n, s in zip(x.shape[:3], x.stride(), strict=False))
         found = _keep(key, TensorDescriptor(x, [B, H, M, D], [b, h, m, 1], block, layout))
-    return _on(found, x)
+    return described_as(found, x)
 
 
 def describe_tiles(x: Tensor, rows: int, columns: int) -> Any:
@@ -57,7 +56,7 @@ def describe_numbers(x: Tensor, block: list[int]) -> Any:
     if found is None:
         layout = _flat_layout(len(block))
         found = _keep(key, TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout))
-    return _on(found, x)
+    return described_as(found, x)
 
 
 # A descriptor checks all that it is given, which took 15 us on an H200's host (2026-11-30), and a
@@ -69,12 +68,14 @@ _MOST_MADE = 4096
 def _keep(key: tuple[Any, ...], descriptor: Any) -> Any:
     if len(_made) >= _MOST_MADE:
         _made.clear()
-    _made[key] = _on(descriptor, None)
+    _made[key] = described_as(descriptor, None)
     return descriptor
 
 
-def _on(descriptor: Any, x: Tensor | None) -> Any:
-    """The same of another tensor."""
-    other = copy(descriptor)
+def described_as(descriptor: Any, x: Tensor | None) -> Any:
+    """The same descriptor of another tensor of the same layout."""
+    # What `copy` does, in a third of its time.
+    other = object.__new__(type(descriptor))
+    other.__dict__.update(descriptor.__dict__)
     other.base = x
     return other

@@ -102,7 +102,9 @@ def _flag_name(partition):
 
 
 @gluon.jit
-def _mma_partition(rings, out_desc, out, lse, call, ID: gl.constexpr, BUILD: gl.constexpr):
+def _mma_partition(
+    rings, out_desc, out, remainder, lse, call, ID: gl.constexpr, BUILD: gl.constexpr
+):  # fmt: skip
     EVERYONE: gl.constexpr = count_everyone(BUILD)
     FLAG: gl.constexpr = _flag_name(ID)
     flag_declare(FLAG, gl.program_id(0))
@@ -131,7 +133,9 @@ def _mma_partition(rings, out_desc, out, lse, call, ID: gl.constexpr, BUILD: gl.
             barrier_arrive(q_empty_barrier(BUILD), EVERYONE, 4)
         iteration += work.n_blocks
         acc = _last_values(rings, iteration - 1, p, acc, BUILD)
-        _finish(rings, out_desc, out, lse, call, seq, h, tile, acc, sums, ref, ID, BUILD)
+        _finish(
+            rings, out_desc, out, remainder, lse, call, seq, h, tile, acc, sums, ref, ID, BUILD
+        )  # fmt: skip
         if BUILD.shares_q:
             barrier_arrive(q_empty_barrier(BUILD), EVERYONE, 4)
         n_tiles += 1
@@ -395,10 +399,11 @@ def _last_values(rings, iteration, p, acc, BUILD: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    rings, out_desc, out, lse, call, seq, h, tile, acc, sums, ref,
+    rings, out_desc, out, remainder, lse, call, seq, h, tile, acc, sums, ref,
     ID: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
-    """Write a consumer's rows of out and lse."""
+    """Write a consumer's rows of out and lse; and what rounding took off out, where there is room
+    for it."""
     ROW: gl.constexpr = ref.type.layout
     first = tile * BUILD.tile.block_m + ID * ROWS
     m = first + gl.arange(0, ROWS, layout=ROW)
@@ -431,6 +436,9 @@ def _finish(
             store_rows(out, at, acc, n_rows, 0, out.stride_h, False, BUILD)
     else:
         _store_out(rings, out_desc, acc, at, BUILD, ID)
+    if remainder.ptr is not None:
+        acc = acc - acc.to(out.ptr.dtype.element_ty).to(gl.float32)
+        store_rows(remainder, at, acc, n_rows, 0, remainder.stride_h, False, BUILD)
     lse_base = statistics_base(fresh_statistics(lse, BUILD), seq.batch, seq.q_first + first, h)
     gl.store(lse_base + (m - first), row_lse, mask=m < seq.q_stored)
 
@@ -452,7 +460,7 @@ def _store_out(rings, desc, acc, at, BUILD: gl.constexpr, ID: gl.constexpr):
 
 @gluon.jit
 def _attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, out_desc, out, lse, call, tickets, BUILD: gl.constexpr
+    q_desc, k_desc, v_desc, out_desc, out, remainder, lse, call, tickets, BUILD: gl.constexpr
 ):
     N: gl.constexpr = BUILD.n_consumers
     K_SLOTS: gl.constexpr = BUILD.k_slots
@@ -489,8 +497,8 @@ def _attention_fwd_hopper_kernel(
     if N == 2:
         gl.warp_specialize(
             [
-                (_mma_partition, (rings, out_desc, out, lse, call, 0, BUILD)),
-                (_mma_partition, (rings, out_desc, out, lse, call, 1, BUILD)),
+                (_mma_partition, (rings, out_desc, out, remainder, lse, call, 0, BUILD)),
+                (_mma_partition, (rings, out_desc, out, remainder, lse, call, 1, BUILD)),
                 (load_partition, (q_desc, k_desc, v_desc, rings, call, tickets, BUILD)),
             ],
             [4, 1],
@@ -499,9 +507,9 @@ def _attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_mma_partition, (rings, out_desc, out, lse, call, 0, BUILD)),
-                (_mma_partition, (rings, out_desc, out, lse, call, 1, BUILD)),
-                (_mma_partition, (rings, out_desc, out, lse, call, 2, BUILD)),
+                (_mma_partition, (rings, out_desc, out, remainder, lse, call, 0, BUILD)),
+                (_mma_partition, (rings, out_desc, out, remainder, lse, call, 1, BUILD)),
+                (_mma_partition, (rings, out_desc, out, remainder, lse, call, 2, BUILD)),
                 (load_partition, (q_desc, k_desc, v_desc, rings, call, tickets, BUILD)),
             ],
             [4, 4, 1],

@@ -43,11 +43,11 @@ def number_of_row(r):
 
 @triton.jit
 def _attention_bwd_hopper_prepare_kernel(
-    out, dout, lse, dlse, rows_ptr, buffer_ptr, place,
+    out, remainder, dout, lse, dlse, rows_ptr, buffer_ptr, place,
     DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, PLACE: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of a block's rows, and zeros in its part of the buffer. DIM: columns of dQ there, 0
-    where it is not added up in a buffer."""
+    """Numbers of a block's rows, and zeros in its part of the buffer. remainder: of out. DIM:
+    columns of dQ there, 0 where it is not added up in a buffer."""
     seq, h, m0, number = _locate(place, PLACE)
     r = tl.arange(0, _BLOCK)
     used, first = m0 + r < seq.q_used, seq.q_first + m0
@@ -58,6 +58,10 @@ def _attention_bwd_hopper_prepare_kernel(
         o_tile = load_tile(o_base, out.stride_m, used, True, _BLOCK, VALUE_DIMS, IS_WIDE)
         do_tile = load_tile(do_base, dout.stride_m, used, True, _BLOCK, VALUE_DIMS, IS_WIDE)
         delta += row_product(o_tile, do_tile, VALUE_DIMS)
+        if remainder.ptr is not None:
+            base = row_base(remainder, seq.batch, first, h)
+            rest = load_tile(base, remainder.stride_m, used, True, _BLOCK, VALUE_DIMS, IS_WIDE)
+            delta += row_product(rest, do_tile, VALUE_DIMS)
     if dlse.ptr is not None:
         delta -= tl.load(statistics_base(dlse, seq.batch, first, h) + r, mask=used, other=0.0)
     minus_inf = float("-inf")

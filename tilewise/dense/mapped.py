@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .ops import Arguments, dtype_for_backward, library
+from ..core.shapes import accumulator_of
+from .ops import Arguments, library
 
 
 class MappedAttention(torch.autograd.Function):
@@ -26,7 +27,7 @@ class MappedAttention(torch.autograd.Function):
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None,
         sinks: Tensor | None, rest: tuple[Any, ...], out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        stored = dtype_for_backward(q.dtype)
+        stored = accumulator_of(q.dtype)
         out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, stored)
         return out, lse
 
@@ -51,7 +52,7 @@ class MappedAttention(torch.autograd.Function):
             for x, need in zip(extras, ctx.needs_input_grad[3:6], strict=True)
         ]
         gradients = torch.ops.tilewise.attention_bwd(
-            dout, dlse, out, lse, q, k, v, *extras, *rest, wanted
+            dout, dlse, out, None, lse, q, k, v, *extras, *rest, wanted
         )
         gradients = _Once.apply(len(gradients), *gradients, dout, dlse, q, k, v, *extras)
         kept = zip(gradients[3:], wanted, strict=True)
@@ -93,12 +94,12 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
 
 
 def _map_backward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    rest, wanted = Arguments(*arguments[7:-1]), arguments[-1]
-    if any(wanted) or not _folds(rest, in_dims[7:-1]):
+    rest, wanted = Arguments(*arguments[8:-1]), arguments[-1]
+    if any(wanted) or not _folds(rest, in_dims[8:-1]):
         return _one_by_one(torch.ops.tilewise.attention_bwd, info, in_dims, arguments)
     size = info.batch_size
-    folded = [_fold(x, dim, size) for x, dim in zip(arguments[:7], in_dims[:7], strict=True)]
-    gradients = torch.ops.tilewise.attention_bwd(*folded, *arguments[7:])
+    folded = [_fold(x, dim, size) for x, dim in zip(arguments[:8], in_dims[:8], strict=True)]
+    gradients = torch.ops.tilewise.attention_bwd(*folded, *arguments[8:])
     mapped = [x.unflatten(0, (size, -1)) for x in gradients[:3]]
     # Of what was not asked for come empty tensors.
     return (*mapped, *gradients[3:]), (0, 0, 0, None, None, None)

@@ -18,7 +18,7 @@ from ..core.mask import Mask, raise_mask
 from ..core.positions import Positions
 from ..core.shapes import accumulator_of, check_cu_seqlens
 from .choice import choose, why_not_hopper_backward
-from .piece import Piece, Terms
+from .piece import Piece, Result, Terms, new_remainder
 
 if TYPE_CHECKING:
     from .triton_call import TritonCall
@@ -36,8 +36,13 @@ library.define(
     f"attention_fwd(Tensor q, Tensor k, Tensor v, {_REST}, ScalarType out_dtype)"
     " -> (Tensor out, Tensor lse)"
 )
+# For a backward: out in the dtype of q, and what rounding took off it.
 library.define(
-    "attention_bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
+    f"attention_fwd_split(Tensor q, Tensor k, Tensor v, {_REST})"
+    " -> (Tensor out, Tensor lse, Tensor remainder)"
+)
+library.define(
+    "attention_bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor? remainder, Tensor lse, "
     f"Tensor q, Tensor k, Tensor v, {_REST}, bool[] wanted)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)"
 )
@@ -143,38 +148,61 @@ def _read(values: tuple[Any, ...]) -> Arguments:
 
 
 def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    arguments, out_dtype = _read(rest[:-1]), rest[-1]
+    out, lse, _ = _forward(q, k, v, _read(rest[:-1]), rest[-1], is_split=False)
+    return out, lse
+
+
+def _attention_fwd_split(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    out, lse, remainder = _forward(q, k, v, _read(rest), q.dtype, is_split=True)
+    assert remainder is not None
+    return out, lse, remainder
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, out_dtype: torch.dtype, *, is_split: bool
+) -> Result:
     piece = arguments.piece(q, k, v).as_batch()
     match arguments.chosen(piece):
-        case "triton":
-            from .triton_call import TritonCall
-            from .triton_forward import Forward
-
-            out, lse = Forward(TritonCall(piece), out_dtype).run(piece.q, piece.k, piece.v)
-        case "hopper":
-            from . import hopper_call
+        case "triton" | "hopper" as name:
             from .triton_call import TritonCall
 
-            ready = hopper_call.Forward(TritonCall(piece), out_dtype)
-            out, lse = ready.run(piece.q, piece.k, piece.v)
+            ready = forward_of(name)(TritonCall(piece), out_dtype, is_split=is_split)
+            result = ready.run(piece.q, piece.k, piece.v)
         case name:
             from . import tiled_forward
 
-            out, lse = tiled_forward.attention_fwd(piece, out_dtype, hands_over=name == "tiled")
-    # In place: autograd refuses changes of a view that was made where it does not record.
-    return (out, lse) if q.dim() == 4 else (out.squeeze_(0), lse.squeeze_(0))
+            result = tiled_forward.attention_fwd(
+                piece, out_dtype, is_split=is_split, hands_over=name == "tiled"
+            )
+    if q.dim() == 3:
+        for x in result:
+            if x is not None:
+                # In place: autograd refuses changes of a view that was made where it does not
+                # record.
+                x.squeeze_(0)
+    return result
+
+
+def forward_of(backend: str) -> Any:
+    """What makes a forward of kernels ready: `triton_forward.Forward` or its like."""
+    if backend == "hopper":
+        from . import hopper_call
+
+        return hopper_call.Forward
+    from .triton_forward import Forward
+
+    return Forward
 
 
 def _attention_bwd(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    *rest: Any,
+    dout: Tensor, dlse: Tensor | None, out: Tensor, remainder: Tensor | None, lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     arguments, wanted = _read(rest[:-1]), rest[-1]
     piece = arguments.piece(q, k, v).as_batch()
+    upstream, result = (dout, dlse), Result(out, lse, remainder)
     if q.dim() == 3:
-        dout, out, lse = (x.unsqueeze(0) for x in (dout, out, lse))
-        dlse = None if dlse is None else dlse.unsqueeze(0)
-    upstream, result = (dout, dlse), (out, lse)
+        upstream, result = as_rows(*upstream), Result(*as_rows(*result))
     match arguments.chosen(piece):
         # Hopper's forward leaves just what Triton's does.
         case "triton" | "hopper" as name:
@@ -192,11 +220,16 @@ def _attention_bwd(
     return (*(x.squeeze(0) for x in gradients[:3]), *gradients[3:])
 
 
+def as_rows(*packed: Tensor | None) -> Any:
+    """Packed tensors as those of one batch row; None stays."""
+    return tuple(None if x is None else x.unsqueeze(0) for x in packed)
+
+
 def gradients_on_gpu(
     backend: str,
     call: TritonCall,
     upstream: tuple[Tensor, Tensor | None],
-    result: tuple[Tensor, Tensor],
+    result: Result,
     wanted: list[bool],
 ) -> list[Tensor]:
     """See `triton_backward.attention_gradients`."""
@@ -301,9 +334,14 @@ def _attention_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Te
     return out, q.new_empty(_lse_shape(q), dtype=accumulator_of(q.dtype))
 
 
+def _attention_fwd_split_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    out, lse = _attention_fwd_fake(q, k, v, *rest, q.dtype)
+    return out, lse, new_remainder(out)
+
+
 def _attention_bwd_fake(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    *rest: Any,
+    dout: Tensor, dlse: Tensor | None, out: Tensor, remainder: Tensor | None, lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     arguments, wanted = Arguments(*rest[:-1]), rest[-1]
     extras = (arguments.bias, arguments.alibi_slopes, arguments.sinks)
@@ -321,6 +359,7 @@ def _attention_bwd_into_fake(*arguments: Any) -> None:
 
 for _name, _implementation, _fake in (
     ("attention_fwd", _attention_fwd, _attention_fwd_fake),
+    ("attention_fwd_split", _attention_fwd_split, _attention_fwd_split_fake),
     ("attention_bwd", _attention_bwd, _attention_bwd_fake),
     ("attention_bwd_into", _attention_bwd_into, _attention_bwd_into_fake),
 ):
@@ -336,14 +375,15 @@ for _name, _implementation, _fake in (
 _NONE = (None,) * 7
 
 
-def dtype_for_backward(dtype: torch.dtype) -> torch.dtype:
-    """In which O is kept where something learns: as it was summed.
+def is_kept_in_two(dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
+    """Whether O is kept for the backward as what the caller gets and what rounding took off it;
+    otherwise as it was summed.
 
-    delta = rowsum(dO * O) of an O in 16 bits is off by the same for all keys of a row. Where keys
-    have a mean that does not average out of dQ; it is all there is in the gradient of a sink, and
-    cancels in that of a bias. All of them would be over the error budget.
+    dtype: of q. delta = rowsum(dO * O) of an O in 16 bits alone is off by the same for all keys of
+    a row. Where keys have a mean that does not average out of dQ; it is all there is in the
+    gradient of a sink, and cancels in that of a bias. All of them would be over the error budget.
     """
-    return accumulator_of(dtype)
+    return out_dtype == dtype and dtype in (torch.bfloat16, torch.float16)
 
 
 class Attention(torch.autograd.Function):
@@ -361,18 +401,22 @@ class Attention(torch.autograd.Function):
         ctx.warm, ctx.lse_has_grad = warm, lse_has_grad
         ctx.set_materialize_grads(False)
         if warm is not None:
-            out, lse = warm.run(q, k, v, rest)
-            ctx.save_for_backward(q, k, v, out, lse, *(rest.lengths if rest else ()))
+            out, lse, remainder = warm.run(q, k, v, rest)
+            lengths = rest.lengths if rest else ()
+            ctx.save_for_backward(q, k, v, out, remainder, lse, *lengths)
             if not lse_has_grad:
                 ctx.mark_non_differentiable(lse)
-            return out.to(out_dtype), lse
+            return (out if out.dtype == out_dtype else out.to(out_dtype)), lse
         wanted = [ctx.needs_input_grad[i] for i in (3, 4, 5)]
         arguments = Arguments(bias, slopes, sinks, *rest)
-        out, lse = torch.ops.tilewise.attention_fwd(
-            q, k, v, *arguments, dtype_for_backward(q.dtype)
-        )
+        remainder = None
+        if is_kept_in_two(q.dtype, out_dtype):
+            out, lse, remainder = torch.ops.tilewise.attention_fwd_split(q, k, v, *arguments)
+        else:
+            stored = accumulator_of(q.dtype)
+            out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, stored)
         ctx.save_for_backward(
-            q, k, v, out, lse, bias, slopes, sinks, *arguments[3:8],
+            q, k, v, out, remainder, lse, bias, slopes, sinks, *arguments[3:8],
             *arguments.start_tensors, *arguments.mask_tensors,
         )  # fmt: skip
         ctx.n_starts = len(arguments.start_tensors)
@@ -388,8 +432,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        n_saved = 8 if ctx.warm is None else 5
-        q, k, v, out, lse, bias, slopes, sinks = (*saved[:n_saved], *_NONE)[:8]
+        n_saved = 9 if ctx.warm is None else 6
+        q, k, v, out, remainder, lse, bias, slopes, sinks = (*saved[:n_saved], *_NONE)[:9]
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = dlse if ctx.lse_has_grad else None
@@ -397,10 +441,11 @@ class Attention(torch.autograd.Function):
             if ctx.warm is not None:
                 gradients, wanted = ctx.warm.gradients(saved, dout, dlse), (True, True, True)
             else:
-                tail = list(saved[13:])
+                tail = list(saved[14:])
                 gradients = torch.ops.tilewise.attention_bwd(
-                    dout, dlse, out, lse, q, k, v, bias, slopes, sinks, *saved[8:13], *ctx.plain,
-                    tail[: ctx.n_starts], *ctx.mask, tail[ctx.n_starts :], *ctx.scalars, ctx.wanted,
+                    dout, dlse, out, remainder, lse, q, k, v, bias, slopes, sinks, *saved[9:14],
+                    *ctx.plain, tail[: ctx.n_starts], *ctx.mask, tail[ctx.n_starts :],
+                    *ctx.scalars, ctx.wanted,
                 )  # fmt: skip
                 wanted = (True, True, True, *ctx.wanted)
         inputs = (dout, dlse, q, k, v, bias, slopes, sinks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,20 @@ from ..core.shapes import accumulator_of
 
 # What says where sequences begin and end, of an op's arguments and of `Positions`.
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+
+
+class Result(NamedTuple):
+    """What a forward leaves: out `[B, M, H, E]`, lse `[B, H, M]`, and where out is kept in two
+    parts for a backward, what rounding took off it, bf16."""
+
+    out: Tensor
+    lse: Tensor
+    remainder: Tensor | None = None
+
+
+def new_remainder(out: Tensor) -> Tensor:
+    """Room for it. bf16 whatever out is: fp16 would have no bits left for what is that small."""
+    return torch.empty_like(out, dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.tiles import RowPlan
 from . import torch_flash
-from .piece import Piece, Terms
+from .piece import Piece, Result, Terms
 from .tiled import ScoreTile, Tile, Units, Visibility, Workspace, cut, full_precision
 
 
@@ -39,7 +39,7 @@ class Gradients:
 def attention_gradients(
     piece: Piece,
     upstream: tuple[Tensor, Tensor | None],
-    result: tuple[Tensor, Tensor],
+    result: Result,
     wanted: list[bool],
     *,
     hands_over: bool,
@@ -47,16 +47,19 @@ def attention_gradients(
     """Gradients of q, k, v, bias, slopes and sinks, in their dtypes; empty where not wanted.
 
     Args:
-        upstream: dout `[B, M, H, E]`, and dlse `[B, H, M]` or None. result: out and lse.
+        upstream: dout `[B, M, H, E]`, and dlse `[B, H, M]` or None. result: of the forward.
         wanted: whether bias, slopes and sinks need one. hands_over: as in the forward.
     """
-    (dout, dlse), (out, lse), terms, dtype = upstream, result, piece.terms, piece.accumulator
-    if hands_over and dlse is None and torch_flash.is_same_piece(piece, out.dtype):
+    (dout, dlse), terms, dtype = upstream, piece.terms, piece.accumulator
+    out, lse, remainder = result
+    is_plain = dlse is None and remainder is None
+    if hands_over and is_plain and torch_flash.is_same_piece(piece, out.dtype):
         with full_precision():
             dq, dk, dv = torch_flash.backward(piece, dout, out, lse)
         return [dq, dk, dv, *(lse.new_empty(0) for _ in wanted)]
     # An out of 0 adds nothing; an empty row is all 0, and its dO may be anything.
-    products = torch.where(out == 0, 0.0, dout.to(dtype) * out.to(dtype))
+    out = out.to(dtype) if remainder is None else out.to(dtype) + remainder
+    products = torch.where(out == 0, 0.0, dout.to(dtype) * out)
     delta = products.sum(-1).transpose(1, 2)
     if dlse is not None:
         delta = delta - dlse

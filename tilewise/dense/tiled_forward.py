@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import torch_flash
-from .piece import Piece
+from .piece import Piece, Result, new_remainder
 from .tiled import (
     ScoreTile,
     Tile,
@@ -25,23 +25,28 @@ from .tiled import (
 
 
 def attention_fwd(
-    piece: Piece, out_dtype: torch.dtype, *, hands_over: bool
-) -> tuple[Tensor, Tensor]:
-    """out `[B, M, H, E]` and lse `[B, H, M]` of a padded piece. Nothing is checked here.
+    piece: Piece, out_dtype: torch.dtype, *, is_split: bool = False, hands_over: bool
+) -> Result:
+    """Of a padded piece. Nothing is checked here.
 
-    hands_over: whether PyTorch's fused op may compute what it computes just the same.
+    is_split: whether what rounding takes off out is kept too. hands_over: whether PyTorch's fused
+        op may compute what it computes just the same.
     """
-    if hands_over and torch_flash.is_same_piece(piece, out_dtype):
+    if hands_over and not is_split and torch_flash.is_same_piece(piece, out_dtype):
         with full_precision():
-            return torch_flash.forward(piece)
+            return Result(*torch_flash.forward(piece))
     (B, M, H, _), E = piece.q.shape, piece.v.shape[-1]
-    out = torch.empty(B, M, H, E, dtype=out_dtype, device=piece.q.device)
+    dtype = piece.accumulator if is_split else out_dtype
+    out = torch.empty(B, M, H, E, dtype=dtype, device=piece.q.device)
     lse = torch.empty(B, H, M, dtype=piece.accumulator, device=piece.q.device)
     space = Workspace(piece)
     with full_precision():
         for tile in cut(piece):
             _forward_tile(piece, tile, space, out, lse)
-    return out, lse
+    if not is_split:
+        return Result(out, lse)
+    rounded = out.to(out_dtype)
+    return Result(rounded, lse, new_remainder(out).copy_(out.sub_(rounded)))
 
 
 def _forward_tile(piece: Piece, tile: Tile, space: Workspace, out: Tensor, lse: Tensor) -> None:

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from ..kernels.keys import load_keys
 from ..kernels.launch import Launch
-from ..kernels.masks import BAND, key_span, partial_tile, row_span, visible, whole_tile
+from ..kernels.masks import BAND, in_one_loop, key_span, partial_tile, row_span, visible, whole_tile
 from ..kernels.placement import FIRST_K_TILE, FIRST_Q_TILE, locate
 from ..kernels.recompute import Upstream, load_rows, recompute, store_rows
 from ..kernels.scores import key_distance
-from ..kernels.structs import decode
+from ..kernels.structs import Operand, absent, decode
 from ..kernels.tiles import (
     clean_rows,
     dot_add,
@@ -43,7 +43,7 @@ from ..kernels.tiles import (
     zero_tile,
 )
 from .config import KeysConfig, backward_config, delta_config
-from .piece import Piece
+from .piece import Piece, Result
 from .triton_bias_backward import bias_gradient
 from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows, new_rows
 from .triton_row_sums import sum_rows
@@ -74,7 +74,7 @@ def _attention_bwd_keys_kernel(
     acc_v = zero_tile(BLOCK_N, VALUE_DIMS)
     first = kv_head * group + share * n_heads
     for h in range(first, tl.minimum(first + n_heads, (kv_head + 1) * group)):
-        span = row_span(call.mask, seq, h, tile, list_tile, BUILD)
+        span = in_one_loop(row_span(call.mask, seq, h, tile, list_tile, BUILD), BUILD)
         for i in range(0, span.n_whole):
             m0 = whole_tile(call.mask, span, i, BUILD.mask) * BUILD.block_m
             acc_k, acc_v = _visit_rows(
@@ -167,7 +167,7 @@ def _attention_bwd_rows_kernel(q, k, v, upstream, dq, slopes, call, BUILD: tl.co
     )
     acc = zero_tile(BLOCK_M, DIMS)
     slope = tl.zeros((BLOCK_M,), tl.float32)
-    span = key_span(call.mask, seq, h, tile, list_tile, BUILD)
+    span = in_one_loop(key_span(call.mask, seq, h, tile, list_tile, BUILD), BUILD)
     for i in range(0, span.n_whole):
         n0 = whole_tile(call.mask, span, i, BUILD.mask) * BUILD.block_n
         acc, slope = _visit_keys(
@@ -212,10 +212,10 @@ def _visit_keys(
 
 @triton.jit(do_not_specialize=["M", "H"])
 def _attention_bwd_delta_kernel(
-    out, dout, lse, dlse, rows, M, H,
+    out, remainder, dout, lse, dlse, rows, M, H,
     VALUE_DIMS: tl.constexpr, IS_WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of every stored row, with delta = rowsum(dO * O) - dLSE."""
+    """The numbers of every stored row, with delta = rowsum(dO * O) - dLSE. remainder: of O."""
     n_tiles = tl.cdiv(M, BLOCK_M)
     pid = tl.program_id(0)
     m0 = (pid % n_tiles) * BLOCK_M
@@ -226,6 +226,10 @@ def _attention_bwd_delta_kernel(
     o_tile = load_tile(o_base, out.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
     do_tile = load_tile(do_base, dout.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
     total = row_product(o_tile, do_tile, VALUE_DIMS)
+    if remainder.ptr is not None:
+        base = row_base(remainder, b, m0, h)
+        rest = load_tile(base, remainder.stride_m, stored, True, BLOCK_M, VALUE_DIMS, IS_WIDE)
+        total += row_product(rest, do_tile, VALUE_DIMS)
     m = tl.arange(0, BLOCK_M)
     if dlse.ptr is not None:
         total -= tl.load(statistics_base(dlse, b, m0, h) + m, mask=stored, other=0.0)
@@ -247,16 +251,16 @@ class Gradients(NamedTuple):
 def attention_gradients(
     call: TritonCall,
     upstream: tuple[Tensor, Tensor | None],
-    result: tuple[Tensor, Tensor],
+    result: Result,
     wanted: list[bool],
 ) -> list[Tensor]:
     """Gradients of q, k, v, bias, slopes and sinks, in their dtypes; empty where not wanted.
 
     Args:
-        upstream: dout `[B, M, H, E]`, and dlse `[B, H, M]` or None. result: out and lse.
+        upstream: dout `[B, M, H, E]`, and dlse `[B, H, M]` or None. result: of the forward.
         wanted: whether bias, slopes and sinks need one.
     """
-    (dout, dlse), (out, lse) = upstream, result
+    (dout, dlse), lse = upstream, result.lse
     piece, terms = call.piece, call.piece.terms
     # The kernels multiply it by v: an fp32 partial's gradient is rounded as q, k and v are.
     dout = align_rows(dout.to(piece.q.dtype))
@@ -264,7 +268,7 @@ def attention_gradients(
     rows = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
     is_summed = piece.q.dtype != torch.float32 and (call.has_few_keys or any(wanted))
     if not is_summed:
-        _multiply_rows(call, align_rows(out), dout, lse, dlse, rows)
+        _multiply_rows(call, result, dout, dlse, rows)
     if is_summed or terms.bias is not None:
         sum_rows(call, dout, lse, dlse, rows, has_delta=is_summed)
     above = Upstream(call.operand(dout), call.row_numbers(rows))
@@ -310,25 +314,23 @@ def attention_bwd(
 
 
 def _multiply_rows(
-    call: TritonCall,
-    out: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    rows: Tensor,
+    call: TritonCall, result: Result, dout: Tensor, dlse: Tensor | None, rows: Tensor
 ) -> None:
     """Write the rows' numbers from what the forward left."""
-    config = delta_config(call.key)
+    config, out = delta_config(call.key), align_rows(result.out)
+    remainder = None if result.remainder is None else align_rows(result.remainder)
+    given = (out, dout) if remainder is None else (out, remainder, dout)
     call.launch(
         _attention_bwd_delta_kernel,
         (-(-call.M // config.block_m) * call.H * call.B,),
         config,
         (
-            *(call.operand(x) for x in (out, dout)), *(call.statistics(x) for x in (lse, dlse)),
+            call.operand(out), absent(Operand) if remainder is None else call.operand(remainder),
+            call.operand(dout), *(call.statistics(x) for x in (result.lse, dlse)),
             call.row_numbers(rows),
-            call.M, call.H, call.dims[1], call.is_wide(out, dout), config.block_m,
+            call.M, call.H, call.dims[1], call.is_wide(*given), config.block_m,
         ),
-        *(out.dtype, dlse is None, call.layout_tag(out, dout)),
+        *(out.dtype, remainder is None, dlse is None, call.layout_tag(*given)),
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from ..kernels.structs import (
     code,
 )
 from .choice import FEW_KEYS, LEAST_SCALE
-from .config import Key
+from .config import Key, few_tiles
 from .piece import LENGTHS, Piece, Terms
 from .triton_placement import (
     DOCUMENTS,
@@ -299,6 +299,7 @@ class TritonCall:
             False,
             config.block_m,
             config.block_n,
+            few_tiles(self.key.architecture, config),
         )
 
     # ------------------------------------------------------------ placement

@@ -19,16 +19,17 @@ from torch import Tensor
 
 from ..kernels.keys import load_keys
 from ..kernels.launch import relaunch
-from ..kernels.masks import key_span, partial_tile, whole_tile
+from ..kernels.masks import in_one_loop, key_span, partial_tile, whole_tile
 from ..kernels.placement import FIRST_Q_TILE, locate
 from ..kernels.scores import add_terms, keep_tile
 from ..kernels.softmax import join_sink, softmax_end, softmax_step
-from ..kernels.structs import decode
+from ..kernels.structs import Operand, absent, decode
 from ..kernels.tiles import (
     clean_rows,
     dot_add,
     dot_rows,
     load_tile,
+    rounded_off,
     row_base,
     scale_tile,
     statistics_base,
@@ -36,13 +37,15 @@ from ..kernels.tiles import (
     zero_tile,
 )
 from .config import forward_config
+from .piece import Result, new_remainder
 from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
 from .triton_placement import UNIFORM
 
 
 @triton.jit
-def _attention_fwd_kernel(q, k, v, out, lse, call, BUILD: tl.constexpr):
-    """The output of one query tile of one head: out and its lse."""
+def _attention_fwd_kernel(q, k, v, out, remainder, lse, call, BUILD: tl.constexpr):
+    """The output of one query tile of one head: out and its lse; and what rounding took off out,
+    where there is room for it."""
     BLOCK_M: tl.constexpr = BUILD.block_m
     DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims
@@ -61,7 +64,7 @@ def _attention_fwd_kernel(q, k, v, out, lse, call, BUILD: tl.constexpr):
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = zero_tile(BLOCK_M, VALUE_DIMS)
-    span = key_span(call.mask, seq, h, tile, list_tile, BUILD)
+    span = in_one_loop(key_span(call.mask, seq, h, tile, list_tile, BUILD), BUILD)
     for i in range(0, span.n_whole):
         n0 = whole_tile(call.mask, span, i, BUILD.mask) * BUILD.block_n
         row_max, row_sum, acc = _visit(
@@ -84,6 +87,10 @@ def _attention_fwd_kernel(q, k, v, out, lse, call, BUILD: tl.constexpr):
     acc = clean_rows(scale_tile(acc, factor[:, None], VALUE_DIMS), owned, VALUE_DIMS)
     out_base = row_base(out, seq.batch, seq.q_first + m0, h)
     store_tile(out_base, out.stride_m, acc, stored, BLOCK_M, VALUE_DIMS, False, BUILD.is_wide)
+    if remainder.ptr is not None:
+        acc = rounded_off(acc, out.ptr.dtype.element_ty, VALUE_DIMS)
+        base = row_base(remainder, seq.batch, seq.q_first + m0, h)
+        store_tile(base, remainder.stride_m, acc, stored, BLOCK_M, VALUE_DIMS, False, BUILD.is_wide)
     lse_base = statistics_base(lse, seq.batch, seq.q_first + m0, h)
     row_lse = tl.where(owned, row_lse, float("-inf"))
     tl.store(lse_base + tl.arange(0, BLOCK_M), row_lse, mask=stored)
@@ -118,13 +125,14 @@ class Forward:
     """A forward made ready: everything but the tensors. That of a reusable call runs again for
     others of the same layout and alignment.
 
-    out is `[B, M, H, E]`, lse `[B, H, M]`. Nothing is checked here.
+    out is `[B, M, H, E]`, lse `[B, H, M]`. is_split: whether what rounding takes off out is kept
+    too. Nothing is checked here.
     """
 
-    def __init__(self, call: TritonCall, out_dtype: torch.dtype) -> None:
+    def __init__(self, call: TritonCall, out_dtype: torch.dtype, *, is_split: bool = False) -> None:
         piece = call.piece
         (B, M, H, _), self._E = piece.q.shape, piece.v.shape[-1]
-        self.call, self._dtypes = call, (out_dtype, torch.float32)
+        self.call, self._dtypes, self._is_split = call, (out_dtype, torch.float32), is_split
         E = padded_dim(self._E)
         self._shapes = (B, M, H, E), (B, H, M)
         self._config = forward_config(call.key)
@@ -141,10 +149,8 @@ class Forward:
             self._rest = (None, self._rest[1])
         self.call.release()
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, call: TritonCall | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """out and lse, new; of a head dim whose rows were widened out is a view.
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: TritonCall | None = None) -> Result:
+        """All new; of a head dim whose rows were widened out is a view.
 
         call: `TritonCall.on` these tensors, where sequences stand elsewhere than at first.
         """
@@ -154,23 +160,37 @@ class Forward:
         (out_shape, lse_shape), (out_dtype, lse_dtype) = self._shapes, self._dtypes
         out = torch.empty(out_shape, dtype=out_dtype, device=self.call.device)
         lse = torch.empty(lse_shape, dtype=lse_dtype, device=self.call.device)
+        remainder = new_remainder(out) if self._is_split else None
         if self._compiled is None:
-            self._run_first(q, k, v, out, lse, rest)
+            self._run_first(q, k, v, (out, remainder, lse), rest)
         else:
             # Written out, and with addresses for tensors: this is the way of every warm call.
-            sq, sk, sv, so, sl = self._strides
+            sq, sk, sv, so, sr, sl = self._strides
             tensors = (
                 (q.data_ptr(), *sq), (k.data_ptr(), *sk), (v.data_ptr(), *sv),
-                (out.data_ptr(), *so), (lse.data_ptr(), *sl),
+                (out.data_ptr(), *so),
+                (None if remainder is None else remainder.data_ptr(), *sr), (lse.data_ptr(), *sl),
             )  # fmt: skip
             relaunch(self._compiled, self._grid, (*tensors, *rest), self.call.device)
-        return cut_rows(out, self._E), lse
+        if remainder is not None:
+            remainder = cut_rows(remainder, self._E)
+        return Result(cut_rows(out, self._E), lse, remainder)
 
     def _run_first(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: tuple[Any, ...]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        written: tuple[Tensor, Tensor | None, Tensor],
+        rest: tuple[Any, ...],
     ) -> None:
         operands = [TritonCall.operand(align_rows(x)) for x in (q, k, v)]
-        results = TritonCall.operand(out), TritonCall.statistics(lse)
+        out, remainder, lse = written
+        results = (
+            TritonCall.operand(out),
+            absent(Operand) if remainder is None else TritonCall.operand(remainder),
+            TritonCall.statistics(lse),
+        )
         compiled = self.call.launch(
             _attention_fwd_kernel, self._grid, self._config, (*operands, *results, *rest)
         )

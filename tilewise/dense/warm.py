@@ -16,9 +16,17 @@ import torch
 from torch import Tensor
 
 from ..core.mask import Mask
+from ..core.shapes import accumulator_of
 from .choice import torch_wants_determinism
-from .ops import Arguments, check_contents, gradients_on_gpu
-from .piece import LENGTHS, Piece
+from .ops import (
+    Arguments,
+    as_rows,
+    check_contents,
+    forward_of,
+    gradients_on_gpu,
+    is_kept_in_two,
+)
+from .piece import LENGTHS, Piece, Result
 
 # Of more layouts than these the oldest is forgotten. Each holds a few kilobytes, and no tensor.
 _MOST_KEPT = 1024
@@ -51,32 +59,35 @@ class Warm(NamedTuple):
     arguments: Arguments
     forward: Any
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None) -> Result:
         if packing is None:
-            out, lse = self.forward.run(q, k, v)
-            return out, lse
+            result: Result = self.forward.run(q, k, v)
+            return result
         call = self._packed(q, k, v, packing.lengths)
         check_contents(self.arguments._replace(max_seqlens=packing.longest), call.piece)
-        out, lse = self.forward.run(call.piece.q, call.piece.k, call.piece.v, call)
-        # In place, as the op does.
-        return out.squeeze_(0), lse.squeeze_(0)
+        result = self.forward.run(call.piece.q, call.piece.k, call.piece.v, call)
+        for x in result:
+            if x is not None:
+                # In place, as the op does.
+                x.squeeze_(0)
+        return result
 
     def gradients(self, saved: Sequence[Any], dout: Tensor, dlse: Tensor | None) -> list[Tensor]:
-        """Gradients of q, k and v. saved: q, k, v, out, lse, and lengths of a packed call."""
-        q, k, v, out, lse = saved[:5]
+        """Gradients of q, k and v. saved: q, k, v, out, its remainder, lse, and lengths of a packed
+        call."""
+        q, k, v, out, remainder, lse = saved[:6]
         if torch.compiler.is_compiling():
             # Compiled autograd traces the backward of a call that was not compiled.
-            named: dict[str, Any] = dict(zip(LENGTHS, saved[5:], strict=False))
+            named: dict[str, Any] = dict(zip(LENGTHS, saved[6:], strict=False))
             rest = (*self.arguments._replace(**named), [False] * 3)
-            return list(torch.ops.tilewise.attention_bwd(dout, dlse, out, lse, q, k, v, *rest)[:3])
-        if len(saved) == 5:
-            return self._gradients(self.forward.call.on(q, k, v), dout, dlse, out, lse)
-        call = self._packed(q, k, v, saved[5:])
-        dout, out, lse = dout.unsqueeze(0), out.unsqueeze(0), lse.unsqueeze(0)
-        dlse = None if dlse is None else dlse.unsqueeze(0)
-        return [x.squeeze(0) for x in self._gradients(call, dout, dlse, out, lse)]
+            given = (dout, dlse, out, remainder, lse, q, k, v, *rest)
+            return list(torch.ops.tilewise.attention_bwd(*given)[:3])
+        upstream, result = (dout, dlse), Result(out, lse, remainder)
+        if len(saved) == 6:
+            return self._gradients(self.forward.call.on(q, k, v), upstream, result)
+        call = self._packed(q, k, v, saved[6:])
+        found = self._gradients(call, as_rows(*upstream), Result(*as_rows(*result)))
+        return [x.squeeze(0) for x in found]
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[Tensor | None]) -> Any:
         cu_q, cu_k, *used = lengths
@@ -85,10 +96,9 @@ class Warm(NamedTuple):
         return self.forward.call.on(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), lengths)
 
     def _gradients(
-        self, call: Any, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+        self, call: Any, upstream: tuple[Tensor, Tensor | None], result: Result
     ) -> list[Tensor]:
-        backend = self.arguments.backend
-        return gradients_on_gpu(backend, call, (dout, dlse), (out, lse), [False] * 3)[:3]
+        return gradients_on_gpu(self.arguments.backend, call, upstream, result, [False] * 3)[:3]
 
 
 def key_of(
@@ -105,12 +115,16 @@ def key_of(
     rest: whatever else tells calls apart.
     """
     is_plain = type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES
-    if not is_plain or terms["dropout_p"] != 0.0:
+    if not is_plain or not (q.layout is k.layout is v.layout is torch.strided):
         return None
     for name in _EXTRAS:
         if terms[name] is not None:
             return None
-    if type(terms["scale"]) not in _NUMBERS or type(terms["softcap"]) not in _NUMBERS:
+    # What is no number is the cold call's to refuse.
+    for name in ("scale", "softcap", "dropout_p"):
+        if type(terms[name]) not in _NUMBERS:
+            return None
+    if terms["dropout_p"] != 0.0:
         return None
     mask_key = mask.key if isinstance(mask, Mask) else None
     device = q.device.type
@@ -180,13 +194,23 @@ def find(key: tuple[Any, ...] | None) -> Warm | None:
 
 
 def keep(
-    key: tuple[Any, ...] | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, dtype: Any
+    key: tuple[Any, ...] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arguments: Arguments,
+    dtype: torch.dtype,
+    *,
+    learns: bool,
 ) -> None:
-    """Make the next call like this one a warm one."""
+    """Make the next call like this one a warm one. dtype: of out."""
     # A backward wants out as exact as q is, and a warm call stores it once.
     is_exact = torch.promote_types(dtype, q.dtype) == dtype
     if key is None or arguments.backend not in BACKENDS or not is_exact:
         return
+    is_split = learns and is_kept_in_two(q.dtype, dtype)
+    if learns and not is_split:
+        dtype = accumulator_of(q.dtype)
     from .triton_call import TritonCall
 
     # How long sequences may be is each call's own.
@@ -195,7 +219,7 @@ def keep(
     call = TritonCall(piece.as_batch())
     if not call.is_reusable:
         return
-    forward = _forward_of(arguments.backend)(call, dtype)
+    forward = forward_of(arguments.backend)(call, dtype, is_split=is_split)
     forward.release()
     no_lengths: dict[str, Any] = dict.fromkeys(LENGTHS)
     arguments = arguments._replace(**no_lengths)
@@ -203,13 +227,3 @@ def keep(
         while len(_kept) >= _MOST_KEPT:
             _kept.pop(next(iter(_kept)))
         _kept[key] = Warm(arguments, forward)
-
-
-def _forward_of(backend: str) -> Any:
-    if backend == "hopper":
-        from . import hopper_call
-
-        return hopper_call.Forward
-    from .triton_forward import Forward
-
-    return Forward

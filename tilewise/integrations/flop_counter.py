@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..dense import ops as _ops  # noqa: F401 - defines them
 
-_FORWARD = ("attention_fwd",)
+_FORWARD = ("attention_fwd", "attention_fwd_split")
 _BACKWARD = ("attention_bwd", "attention_bwd_into")
 
 

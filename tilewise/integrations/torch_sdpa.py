@@ -349,7 +349,7 @@ def _backward(
     if arguments.dropout_p > 0.0:
         arguments = arguments._replace(rng=rng.view(torch.int64))
     gradients: tuple[Tensor, ...] = torch.ops.tilewise.attention_bwd(
-        dout, None, out, lse, q, k, v, *arguments, [False] * 3
+        dout, None, out, None, lse, q, k, v, *arguments, [False] * 3
     )
     return gradients[:3]
 

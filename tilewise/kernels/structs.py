@@ -177,7 +177,7 @@ class Build(NamedTuple):
     is_folded: a score is nothing but the scaled product. is_capped: there
     is a softcap. is_grouped: see `scores.keep_tile`. bias_rows: see `scores.load_bias`. precision:
     of products. is_wide: offsets inside a tile may pass 2^31. is_added: results are added to what
-    is there.
+    is there. few_tiles: see `masks.in_one_loop`.
     """
 
     dims: tuple[int, ...]
@@ -194,6 +194,7 @@ class Build(NamedTuple):
     is_added: bool
     block_m: int
     block_n: int
+    few_tiles: int
 
 
 def absent(kind: Any) -> Any:

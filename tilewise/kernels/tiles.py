@@ -154,6 +154,15 @@ def clean_rows(tile, seen, DIMS: tl.constexpr):
 
 
 @triton.jit
+def rounded_off(tile, DTYPE: tl.constexpr, DIMS: tl.constexpr):
+    """What an fp32 tile loses where it is stored in DTYPE."""
+    lost = ()
+    for i in tl.static_range(len(DIMS) - 1):
+        lost = lost + (tile[i] - tile[i].to(DTYPE).to(tl.float32),)
+    return lost
+
+
+@triton.jit
 def dot(a, b, acc, BUILD: tl.constexpr):
     """acc + a b in fp32; acc may be None."""
     PRECISION: tl.constexpr = BUILD.precision

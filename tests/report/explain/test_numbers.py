@@ -122,16 +122,16 @@ def test_the_backward_reads_what_is_there(name: str, D: int) -> None:
     request = ask(D=D, E=D)
     found = explanation.explain(request, gpus.find(name), compiles=False)
     backward = found.directions[1]
-    there = {"Q", "K", "V", "dO", "LSE", traffic.KEPT}
+    there = {"Q", "K", "V", "dO", "O", "LSE", traffic.REST}
     for step in backward.tiled:
         assert set(step.reads) <= there, step.title
         there |= set(step.writes)
-    assert traffic.kept_bytes(request) == 2 * 1024 * 4 * D * 4
+    assert traffic.rest_bytes(request) == 2 * 1024 * 4 * D * 2
     written = {name: size for step in backward.tiled for name, size in step.writes.items()}
     scratch = sum(size for name, size in written.items() if name not in ("dQ", "dK", "dV"))
-    held = traffic.sizes(request)["LSE"] + traffic.kept_bytes(request) + scratch
+    held = traffic.sizes(request)["LSE"] + traffic.rest_bytes(request) + scratch
     assert backward.tiled_extra_bytes == held
-    assert any("O in fp32 too" in line for line in tables.sentences(found))
+    assert any("takes off O too" in line for line in tables.sentences(found))
 
 
 def test_plan_takes_the_tiles_of_the_tables() -> None:

@@ -139,7 +139,7 @@ def explain(
         Direction(
             "backward", traffic.plain_backward(request), backward,
             pairs * (3 * request.D + 2 * request.E), 3 * S,
-            size["LSE"] + traffic.kept_bytes(request) + traffic.scratch_bytes(backward),
+            size["LSE"] + traffic.rest_bytes(request) + traffic.scratch_bytes(backward),
         ),
     ]  # fmt: skip
     return Explanation(request, gpu, is_here, plan, counted, binaries, scores, directions)

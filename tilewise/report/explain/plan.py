@@ -141,7 +141,7 @@ def make(request: Request, gpu: Gpu) -> Plan:
         out, lse = ops._attention_fwd(q, k, v, *arguments, request.dtype)
         n_forward = len(records)
         wanted = [False, False, False]
-        ops._attention_bwd(torch.empty_like(out), None, out, lse, q, k, v, *arguments, wanted)
+        ops._attention_bwd(torch.empty_like(out), None, out, None, lse, q, k, v, *arguments, wanted)
     launches = [
         Launch(kernel, config, tuple(given), programs, index >= n_forward)
         for index, (kernel, config, given, programs) in enumerate(records)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..tables import Table
 from .explanation import Direction, Explanation
-from .traffic import KEPT, Step, kept_bytes
+from .traffic import REST, Step, rest_bytes
 
 
 def write_size(count: float) -> str:
@@ -180,11 +180,11 @@ def sentences(found: Explanation) -> list[str]:
             f"beside inputs and output, which {verb} in {gpu.memory_gb:.0f} GB; the tiles hold "
             f"{write_size(x.tiled_extra_bytes)}."
         )
-        if any(KEPT in step.reads for step in x.tiled):
-            kept = write_size(kept_bytes(request))
+        if any(REST in step.reads for step in x.tiled):
             lines.append(
-                f"Where something learns, the forward writes {KEPT} too, {kept}, and reads it once "
-                "to round it; its time above is of a call in which nothing does."
+                f"Where something learns, the forward writes {REST} too, "
+                f"{write_size(rest_bytes(request))}; its time above is of a call in which nothing "
+                "does."
             )
         asked = x.total(x.tiled, "asked")
         if asked:

@@ -21,7 +21,7 @@ _ROW_BYTES, _HOPPER_ROW_BYTES = 16, 8
 # Where Hopper's backward adds dQ up.
 _BUFFER = "dQ in fp32"
 # What the forward of a call that learns writes beside what it returns.
-KEPT = "O in fp32"
+REST = "what rounding takes off O"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ def tiled_steps(
     buffer = {_BUFFER: Q // item * 4} if has_buffer else {}
     for launch in plan.launches:
         if launch.role == "delta":
-            reads = {KEPT: kept_bytes(request), "dO": out, "LSE": size["LSE"]}
+            reads = {"O": out, "dO": out, "LSE": size["LSE"]}
+            if rest_bytes(request):
+                reads[REST] = rest_bytes(request)
             asked = sum(reads.values())
             made = {"row numbers": rows, **buffer}
             backward.append(Step("δ = rowsum(dO ∘ O)", 0, 0, reads, made, asked))
@@ -152,9 +154,9 @@ def tiled_steps(
     return forward, backward
 
 
-def kept_bytes(request: Request) -> int:
-    """O as it was summed, which the forward keeps where something learns."""
-    return sizes(request)["O"] // request.itemsize * max(4, request.itemsize)
+def rest_bytes(request: Request) -> int:
+    """What the forward keeps of O in 16 bits for a backward, beside O itself."""
+    return sizes(request)["O"] if request.itemsize == 2 else 0
 
 
 def scratch_bytes(steps: list[Step]) -> int:
