@@ -11,22 +11,26 @@ Math: FlashDecoding with a reference in place of the maximum: P = 2^(scale S - r
     LIMIT, so that P stays below 2^LIMIT and sums are rarely scaled.
 Units: scores and references in log2 units; lse natural, fp32.
 
-Roles. One warp copies tiles of keys by TMA. One warp group, which holds Q in registers, computes S
-and P, and puts P into shared memory. Two warp groups hold 256 columns of O each and add P V. All
-count the same tiles of the same units, from the same numbers, so that every wait has its arrival:
-    slot: filled by the producer after `empty` (a named barrier: both groups of O have arrived there
-        once for each time that it was filled), which completes `k_full` by TMA.
-    P of a slot, and beside it what O has to be multiplied by, before and at the end: written after
-        `k_full`, read after `p_full`, and free with the slot.
-Rows of the slot that no row of the unit sees may be NaN: whoever computes P writes zeros there.
+Roles. One warp copies tiles of keys by TMA, in three parts. One warp group, which holds most of Q
+in registers, computes S and P, and puts P into shared memory. Two warp groups hold 256 columns of O
+each and add P V. All count the same tiles of the same units, from the same numbers, so that every
+wait has its arrival:
+    rest (the columns that only keys have): filled by the producer after `REST_EMPTY`, which
+        completes `rest_full` by TMA; read by S alone.
+    half of the values of a tile: the same, `HALF_EMPTY` and `half_full`; read by S and then by the
+        group that has those columns of O, which empties it: P comes after S.
+    P, and beside it what O has to be multiplied by, before and at the end: written after `P_EMPTY`,
+        where both groups of O have arrived, and read after `p_full`.
+A slot is emptied once for each time that it was filled; at the end those who wait meet what nobody
+else waits for. Values that no row of the unit sees may be NaN: whoever makes P writes zeros there.
 """
 
 from __future__ import annotations
 
 from ..kernels.gluon import (
-    FIRST_FREE,
     as_atoms,
     barrier_arrive,
+    barrier_sync,
     exp2_fast,
     fence_async_shared,
     flag_declare,
@@ -44,11 +48,16 @@ from ..kernels.gluon import (
 from ..kernels.softmax import join_sink, softmax_end
 from ..kernels.structs import decode
 from .hopper_mla_producer import (
-    EVERYONE,
+    FROM_BOTH,
     HALF,
+    HALF_EMPTY,
+    P_EMPTY,
+    PAIRS,
     PIECE,
     REST,
+    REST_EMPTY,
     ROWS,
+    TO_PRODUCER,
     Rings,
     advance,
     find_share,
@@ -108,10 +117,9 @@ def _weights_partition(
                     rings, q_tile, scale, it, t, segment, start, stop, ref, sums, BUILD, MLA
                 )
                 if t + 1 == segment.t1:
-                    _leave_last(rings, it, sums, ref, sinks, h, segment, MLA)
-                if not MLA.is_late or t + 1 == segment.t1:
-                    sync_partition()
-                    mbarrier.arrive(rings.p_full.index(it % MLA.slots), count=1)
+                    _leave_last(rings, it, sums, ref, sinks, h, segment)
+                sync_partition()
+                mbarrier.arrive(rings.p_full.index(it % PAIRS), count=1)
                 it += 1
             m, h = unit_rows(share, ROW, BUILD)
             total = gl.convert_layout(gl.sum(sums, 1), ROW)
@@ -127,6 +135,8 @@ def _weights_partition(
                 gl.store(parts.state + part * 2, top)
                 gl.store(parts.state + part * 2 + 1, total)
         share = advance(place, share, seq, segment, BUILD)
+    for i in range(gl.maximum(it - PAIRS, 0), it):
+        barrier_sync(P_EMPTY + i % PAIRS, FROM_BOTH, 4)
 
 
 @gluon.jit
@@ -179,75 +189,84 @@ def _left_operand(x, DTYPE: gl.constexpr, WIDTH: gl.constexpr, BUILD: gl.constex
 
 
 @gluon.jit
-def _issue_scores(rings, held, slot, BUILD: gl.constexpr, MLA: gl.constexpr):
-    """S of a tile, on its way."""
+def _issue_scores(rings, held, it, BUILD: gl.constexpr, MLA: gl.constexpr):
+    """S of a tile, on its way: each part as it arrives."""
     BLOCK_N: gl.constexpr = BUILD.block_n
     KEPT: gl.constexpr = MLA.kept
+    PIECES: gl.constexpr = HALF // PIECE
     DTYPE: gl.constexpr = rings.latent.dtype
+    pair = it % PAIRS
+    mbarrier.wait(rings.rest_full.index(pair), (it // PAIRS) & 1)
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, _accumulator(BLOCK_N))
-    k = rings.rest.index(slot).reshape([BLOCK_N, REST]).permute((1, 0))
-    q = _left_operand(held[0], DTYPE, REST, BUILD)
-    s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
-    for i in gl.static_range(2 * HALF // PIECE):
-        side = rings.latent.index(2 * slot + i * PIECE // HALF).reshape([BLOCK_N, HALF])
-        k = side.slice(i * PIECE % HALF, PIECE, 1).permute((1, 0))
-        if i < KEPT:
-            q = _left_operand(held[i + 1], DTYPE, PIECE, BUILD)
-            s = warpgroup_mma(q, k, s, is_async=True)
-        else:
-            s = warpgroup_mma(rings.q.index(i - KEPT), k, s, is_async=True)
+    k = rings.rest.index(pair).reshape([BLOCK_N, REST]).permute((1, 0))
+    s = warpgroup_mma(
+        _left_operand(held[0], DTYPE, REST, BUILD), k, s, use_acc=False, is_async=True
+    )
+    for side in gl.static_range(2):
+        half = 2 * it + side
+        slot = half % MLA.halves
+        mbarrier.wait(rings.half_full.index(slot), (half // MLA.halves) & 1)
+        k_half = rings.latent.index(slot).reshape([BLOCK_N, HALF])
+        for i in gl.static_range(side * PIECES, (side + 1) * PIECES):
+            k = k_half.slice(i % PIECES * PIECE, PIECE, 1).permute((1, 0))
+            if i < KEPT:
+                q = _left_operand(held[i + 1], DTYPE, PIECE, BUILD)
+                s = warpgroup_mma(q, k, s, is_async=True)
+            else:
+                s = warpgroup_mma(rings.q.index(i - KEPT), k, s, is_async=True)
     return s
 
 
 @gluon.jit
 def _weigh(
-    rings, q, scale, it, t, segment, start, stop, ref, sums, BUILD: gl.constexpr,
+    rings, held, scale, it, t, segment, start, stop, ref, sums, BUILD: gl.constexpr,
     MLA: gl.constexpr,
 ):  # fmt: skip
     """P of a tile, in shared memory. Returns: ref, sums."""
     BLOCK_N: gl.constexpr = BUILD.block_n
-    slot = it % MLA.slots
+    pair = it % PAIRS
     n = t * BLOCK_N
-    mbarrier.wait(rings.k_full.index(slot), (it // MLA.slots) & 1)
-    s = _issue_scores(rings, q, slot, BUILD, MLA)
+    s = _issue_scores(rings, held, it, BUILD, MLA)
     s = warpgroup_mma_wait(0, [s])
+    barrier_arrive(REST_EMPTY + pair, TO_PRODUCER, 4)
     if (n < segment.whole_start) | (n + BLOCK_N > segment.whole_stop):
         s = mask_columns(s, start - n, stop - n, MLA.has_start, ROWS, BLOCK_N)
     top = gl.max(s, 1) * scale
     # It is a barrier too: past it no warp reads the tile any more.
     flag_vote(_FLAG, 0, top - ref, _LIMIT_PTX)
-    if MLA.is_late:
-        if t > segment.t0:
-            mbarrier.arrive(rings.p_full.index((it - 1) % MLA.slots), count=1)
     raised = flag_read(_FLAG, it)
+    if it >= PAIRS:
+        barrier_sync(P_EMPTY + pair, FROM_BOTH, 4)
     if raised != 0:
         new = gl.where(top - ref >= _LIMIT, top, ref)
         shrink = exp2_fast(ref - new)
         sums = sums * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
-        rings.shrink.index(slot).store(shrink)
+        rings.shrink.index(pair).store(shrink)
         ref = new
     p = exp2_fast(s * scale - ref[:, None])
     sums = sums + sum_in_thread(p, ROWS, BLOCK_N)
-    rings.raised.index(slot).store(
+    rings.raised.index(pair).store(
         gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + raised
     )
-    rings.weights.index(slot).store(p.to(rings.weights.dtype))
+    rings.weights.index(pair).store(p.to(rings.weights.dtype))
     if (n < segment.start) | (n + BLOCK_N > segment.stop):
-        _clear_rows(rings.latent, slot, segment.start - n, segment.stop - n, BLOCK_N)
+        for side in gl.static_range(2):
+            slot = (2 * it + side) % MLA.halves
+            _clear_rows(rings.latent, slot, segment.start - n, segment.stop - n, BLOCK_N)
     fence_async_shared()
     return ref, sums
 
 
 @gluon.jit
 def _clear_rows(latent, slot, start, stop, BLOCK_N: gl.constexpr):
-    """Zeros in the values of a slot outside rows [start, stop).
+    """Zeros in half the values of a tile outside rows [start, stop).
 
-    Half a value lies in memory as panels of 64 columns, each as atoms of 8 rows.
+    They lie in memory as panels of 64 columns, each as atoms of 8 rows.
     """
     STRIPS: gl.constexpr = BLOCK_N // 8
-    ATOMS: gl.constexpr = 2 * (HALF // 64) * STRIPS
+    ATOMS: gl.constexpr = HALF // 64 * STRIPS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    atoms = as_atoms(latent, latent.shape[0] * (HALF // 64) * STRIPS, 64)
+    atoms = as_atoms(latent, latent.shape[0] * ATOMS, 64)
     rows = gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
     for i in range(0, ATOMS):
         row = i % STRIPS * 8
@@ -259,7 +278,7 @@ def _clear_rows(latent, slot, start, stop, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _leave_last(rings, it, sums, ref, sinks, h, segment, MLA: gl.constexpr):
+def _leave_last(rings, it, sums, ref, sinks, h, segment):
     """What O is multiplied by at the end of a segment."""
     ROW: gl.constexpr = ref.type.layout
     factor = gl.full([ROWS], 1.0, gl.float32, ROW)
@@ -268,7 +287,7 @@ def _leave_last(rings, it, sums, ref, sinks, h, segment, MLA: gl.constexpr):
         if sinks is not None:
             _, shrink = join_sink(row_lse, gl.load(sinks + h).to(gl.float32))
             factor *= shrink
-    rings.last.index(it % MLA.slots).store(factor)
+    rings.last.index(it % PAIRS).store(factor)
 
 
 @gluon.jit
@@ -298,16 +317,18 @@ def _values_partition(
             acc = gl.zeros([ROWS, HALF], gl.float32, ACC)
             factor = gl.full([ROWS], 0.0, gl.float32, ROW)
             for _ in range(segment.t0, segment.t1):
-                slot = it % MLA.slots
-                mbarrier.wait(rings.p_full.index(slot), (it // MLA.slots) & 1)
-                if gl.sum(rings.raised.index(slot).load(FLAG), 0) != 0:
-                    acc = acc * rings.shrink.index(slot).load(ROW)[:, None]
-                v = rings.latent.index(2 * slot + SIDE).reshape([BLOCK_N, HALF])
-                acc = warpgroup_mma(rings.weights.index(slot), v, acc, is_async=True)
+                pair = it % PAIRS
+                slot = (2 * it + SIDE) % MLA.halves
+                mbarrier.wait(rings.p_full.index(pair), (it // PAIRS) & 1)
+                if gl.sum(rings.raised.index(pair).load(FLAG), 0) != 0:
+                    acc = acc * rings.shrink.index(pair).load(ROW)[:, None]
+                v = rings.latent.index(slot).reshape([BLOCK_N, HALF])
+                acc = warpgroup_mma(rings.weights.index(pair), v, acc, is_async=True)
                 # Of the last tile alone it means something.
-                factor = rings.last.index(slot).load(ROW)
+                factor = rings.last.index(pair).load(ROW)
                 acc = warpgroup_mma_wait(0, [acc])
-                barrier_arrive(FIRST_FREE + slot, EVERYONE, 4)
+                barrier_arrive(HALF_EMPTY + slot, TO_PRODUCER, 4)
+                barrier_arrive(P_EMPTY + pair, FROM_BOTH, 4)
                 it += 1
             # Once more, for they would have taken registers from the loop.
             seq = sequence(place, share, BUILD)
@@ -345,29 +366,32 @@ def _mla_cache_fwd_hopper_kernel(
     k_desc, rest_desc, q, out, lse, parts, place, scale, sinks, BUILD: gl.constexpr,
     MLA: gl.constexpr,
 ):  # fmt: skip
-    SLOTS: gl.constexpr = MLA.slots
+    HALVES: gl.constexpr = MLA.halves
     BLOCK_N: gl.constexpr = BUILD.block_n
     DTYPE: gl.constexpr = k_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_N, 16, rank=2)
-    SPILT: gl.constexpr = max(2 * HALF // PIECE - MLA.kept, 1)
-    q_tile = gl.allocate_shared_memory(
-        DTYPE, [SPILT, ROWS if MLA.kept < 4 else 1, PIECE], gl.NVMMASharedLayout(128, 16, rank=2)
-    )
-    latent = gl.allocate_shared_memory(DTYPE, [2 * SLOTS, 1, BLOCK_N, HALF], k_desc.layout)
-    rest = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, BLOCK_N, REST], rest_desc.layout)
-    weights = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, BLOCK_N], WEIGHTS)
-    raised = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], PLAIN)
-    shrink = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], PLAIN)
-    last = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], PLAIN)
-    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    p_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(k_full.index(i), count=1)
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q_tile = gl.allocate_shared_memory(DTYPE, [2 * HALF // PIECE - MLA.kept, ROWS, PIECE], QUERIES)
+    latent = gl.allocate_shared_memory(DTYPE, [HALVES, 1, BLOCK_N, HALF], k_desc.layout)
+    rest = gl.allocate_shared_memory(DTYPE, [PAIRS, 1, BLOCK_N, REST], rest_desc.layout)
+    weights = gl.allocate_shared_memory(DTYPE, [PAIRS, ROWS, BLOCK_N], WEIGHTS)
+    raised = gl.allocate_shared_memory(gl.int32, [PAIRS, 1], PLAIN)
+    shrink = gl.allocate_shared_memory(gl.float32, [PAIRS, ROWS], PLAIN)
+    last = gl.allocate_shared_memory(gl.float32, [PAIRS, ROWS], PLAIN)
+    half_full = gl.allocate_shared_memory(gl.int64, [HALVES, 1], BARRIER)
+    rest_full = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], BARRIER)
+    p_full = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], BARRIER)
+    for i in gl.static_range(HALVES):
+        mbarrier.init(half_full.index(i), count=1)
+    for i in gl.static_range(PAIRS):
+        mbarrier.init(rest_full.index(i), count=1)
         mbarrier.init(p_full.index(i), count=1)
     fence_async_shared()
-    rings = Rings(q_tile, latent, rest, weights, raised, shrink, last, k_full, p_full)
+    rings = Rings(
+        q_tile, latent, rest, weights, raised, shrink, last, half_full, rest_full, p_full
+    )  # fmt: skip
     share = find_share(place, parts, BUILD)
     OF_VALUES: gl.constexpr = MLA.registers[0]
     OF_PRODUCER: gl.constexpr = MLA.registers[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,9 +19,20 @@ from .hopper_mla_producer import HALF, REST, ROWS, MlaBuild
 from .triton_call import Forward, SplitCall, SplitMask
 
 _ROWS, _HALF, _REST = ROWS.value, HALF.value, REST.value
-BLOCK_N, SLOTS, KEPT = HOPPER_TILE, 5, 3
-# At launch, of four warp groups; then of O and of the producer, which leaves 200 to P.
+# At launch, of four warp groups; then of O and of the producer, which leaves 168 to P.
 _MOST, _REGISTERS = 128, (160, 24)
+
+
+class MlaConfig(NamedTuple):
+    """Keys of a tile, and what `MlaBuild` says."""
+
+    block_n: int
+    halves: int
+    kept: int
+
+
+# Products of 64 keys cost less each; smaller pages hold no such tile.
+_WIDE, _NARROW = MlaConfig(64, 5, 2), MlaConfig(HOPPER_TILE, 6, 3)
 
 
 def heads_together(H: int, queries: int) -> int:
@@ -50,15 +61,17 @@ class MlaForward(Forward):
     _kernel = _mla_cache_fwd_hopper_kernel
 
     def __init__(
-        self, call: CacheCall, out: Tensor, lse: Tensor, block_n: int = BLOCK_N,
-        slots: int = SLOTS, kept: int = KEPT, is_late: bool = False,
-        registers: tuple[int, int] = _REGISTERS,
-    ) -> None:  # fmt: skip
-        super().__init__(HopperSplit(call, Config(_ROWS, block_n, 4, 1, _MOST)), out, lse)
+        self, call: CacheCall, out: Tensor, lse: Tensor, config: MlaConfig | None = None
+    ) -> None:
         mask, cache = SplitMask.of(call.mask), call.cache
+        if config is None:
+            is_wide = not cache.is_paged or cache.k.shape[1] % _WIDE.block_n == 0
+            config = _WIDE if is_wide else _NARROW
+        block_n, halves, kept = config
+        super().__init__(HopperSplit(call, Config(_ROWS, block_n, 4, 1, _MOST)), out, lse)
         assert mask is not None
         has_start = mask.band.left < UNBOUNDED or mask.band.lows is not None
-        self._mla = MlaBuild(slots, kept, is_late, has_start or cache.starts is not None, registers)
+        self._mla = MlaBuild(halves, kept, has_start or cache.starts is not None, _REGISTERS)
         k, D = cache.k, cache.k.shape[3]
         # The stride of a dim of one may be anything, also what no descriptor takes.
         strides = [s if n > 1 else D for n, s in zip(k.shape[:2], k.stride(), strict=False)]

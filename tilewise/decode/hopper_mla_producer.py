@@ -17,27 +17,31 @@ HALF = gl.constexpr(256)
 REST = gl.constexpr(64)
 # Columns of Q that registers hold, or do not.
 PIECE = gl.constexpr(128)
-# Who waits for an empty slot, and who arrives there.
-EVERYONE = gl.constexpr(2 * 128 + 32)
+# Tiles of what only keys have, and of P, in shared memory.
+PAIRS = gl.constexpr(2)
+# Named barriers: halves of values, what only keys have, P. All threads that meet there.
+REST_EMPTY = gl.constexpr(FIRST_FREE.value)
+P_EMPTY = gl.constexpr(FIRST_FREE.value + 2)
+HALF_EMPTY = gl.constexpr(FIRST_FREE.value + 4)
+TO_PRODUCER = gl.constexpr(128 + 32)
+FROM_BOTH = gl.constexpr(3 * 128)
 
 
 class MlaBuild(NamedTuple):
-    """slots: tiles in shared memory. kept: pieces of Q in registers. is_late: P is handed over once
-    S of the next tile is there, so that O + P V runs beside the exponents of that tile and not
-    beside its products. has_start: rows may not see the first keys. registers: of the groups of O,
-    of the producer; what they leave belongs to the group of P."""
+    """halves: of values in shared memory, 6 at most. kept: pieces of Q in registers. has_start:
+    rows may not see the first keys. registers: of the groups of O, of the producer; what they leave
+    belongs to the group of P."""
 
-    slots: int
+    halves: int
     kept: int
-    is_late: bool
     has_start: bool
     registers: tuple[int, int]
 
 
 class Rings(NamedTuple):
-    """Shared memory by slot. q: what registers do not hold. latent: two halves a slot. weights: P.
-    raised: whether a reference was raised. shrink: what O is multiplied by then. last: at the
-    unit's end."""
+    """Shared memory by slot. q: what registers do not hold. latent: halves of values. rest: what
+    only keys have. weights: P. raised: whether a reference was raised. shrink: what O is multiplied
+    by then. last: at the unit's end."""
 
     q: Any
     latent: Any
@@ -46,7 +50,8 @@ class Rings(NamedTuple):
     raised: Any
     shrink: Any
     last: Any
-    k_full: Any
+    half_full: Any
+    rest_full: Any
     p_full: Any
 
 
@@ -192,9 +197,8 @@ def row_offsets(x, seq, m, h, IS_PACKED: gl.constexpr):
 def load_partition(
     k_desc, rest_desc, rings, place, share, BUILD: gl.constexpr, MLA: gl.constexpr
 ):  # fmt: skip
-    SLOTS: gl.constexpr = MLA.slots
+    HALVES: gl.constexpr = MLA.halves
     BLOCK_N: gl.constexpr = BUILD.block_n
-    BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + rest_desc.block_type.nbytes
     it = 0
     while share.left > 0:
         seq = sequence(place, share, BUILD)
@@ -202,24 +206,32 @@ def load_partition(
         # Looked up one tile ahead, so that no copy waits for its table.
         row = _row_of_tile(place, seq.index, segment.t0, BUILD)
         for t in range(segment.t0, segment.t1):
-            slot = it % SLOTS
             next_row = _row_of_tile(place, seq.index, t + 1, BUILD)
             n = t * BLOCK_N
             if BUILD.page > 0:
                 n = n % BUILD.page
-            if it >= SLOTS:
-                barrier_sync(FIRST_FREE + slot, EVERYONE, 1)
-            full = rings.k_full.index(slot)
-            mbarrier.expect(full, BYTES)
-            tma_load(k_desc, [row, n, 0], full, rings.latent.index(2 * slot))
-            tma_load(k_desc, [row, n, HALF], full, rings.latent.index(2 * slot + 1))
-            tma_load(rest_desc, [row, n, 2 * HALF], full, rings.rest.index(slot))
+            pair = it % PAIRS
+            if it >= PAIRS:
+                barrier_sync(REST_EMPTY + pair, TO_PRODUCER, 1)
+            full = rings.rest_full.index(pair)
+            mbarrier.expect(full, rest_desc.block_type.nbytes)
+            tma_load(rest_desc, [row, n, 2 * HALF], full, rings.rest.index(pair))
+            for side in gl.static_range(2):
+                half = 2 * it + side
+                slot = half % HALVES
+                if half >= HALVES:
+                    barrier_sync(HALF_EMPTY + slot, TO_PRODUCER, 1)
+                full = rings.half_full.index(slot)
+                mbarrier.expect(full, k_desc.block_type.nbytes)
+                tma_load(k_desc, [row, n, side * HALF], full, rings.latent.index(slot))
             row = next_row
             it += 1
         share = advance(place, share, seq, segment, BUILD)
     # Meet the arrivals that no later copy waits for.
-    for i in range(gl.maximum(it - SLOTS, 0), it):
-        barrier_sync(FIRST_FREE + i % SLOTS, EVERYONE, 1)
+    for i in range(gl.maximum(it - PAIRS, 0), it):
+        barrier_sync(REST_EMPTY + i % PAIRS, TO_PRODUCER, 1)
+    for i in range(gl.maximum(2 * it - HALVES, 0), 2 * it):
+        barrier_sync(HALF_EMPTY + i % HALVES, TO_PRODUCER, 1)
 
 
 @gluon.jit
