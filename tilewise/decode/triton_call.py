@@ -150,12 +150,15 @@ class SplitCall:
         return max(1, processors * self.config.programs // self.G)
 
     @property
-    def n_slots(self) -> int:
-        if not self.is_fixed:
-            return 2 * self.n_teams
+    def parts_per_unit(self) -> int:
+        """The most where they are fixed."""
         keys = self.quantum * self.config.launch.block_n
         # A window may begin inside a tile.
-        return self.n_units * (-(-self.call.cache.capacity // keys) + 1)
+        return -(-self.call.cache.capacity // keys) + 1
+
+    @property
+    def n_slots(self) -> int:
+        return self.n_units * self.parts_per_unit if self.is_fixed else 2 * self.n_teams
 
     # ------------------------------------------------------------ what kernels are given
 
@@ -269,7 +272,8 @@ class PartSizes(NamedTuple):
     out: int
     state: int
     notes: int
-    slots: int
+    n_units: int
+    per_unit: int
 
     @classmethod
     def of(cls, split: SplitCall) -> PartSizes:
@@ -277,7 +281,7 @@ class PartSizes(NamedTuple):
         # Whatever begins behind another stays aligned to 16 bytes.
         return cls(
             -(-rows * split.E // 4) * 4, 2 * rows, 0 if split.is_fixed else 16 * split.n_teams,
-            code(split.n_slots),
+            code(split.n_units), code(split.parts_per_unit),
         )  # fmt: skip
 
     def buffer(self, device: torch.device) -> Tensor:
@@ -286,12 +290,15 @@ class PartSizes(NamedTuple):
 
     def views(self, buffer: Tensor) -> Parts:
         out, state, notes = buffer.split([self.out, self.state, self.notes])
-        return Parts(out, state, notes.view(torch.int64) if self.notes else None, self.slots)
+        return Parts(
+            out, state, notes.view(torch.int64) if self.notes else None, self.n_units,
+            self.per_unit,
+        )  # fmt: skip
 
-    def addresses(self, start: int) -> tuple[int, int, int | None, int]:
+    def addresses(self, start: int) -> tuple[int, int, int | None, int, int]:
         state = start + 4 * self.out
         notes = state + 4 * self.state if self.notes else None
-        return start, state, notes, self.slots
+        return start, state, notes, self.n_units, self.per_unit
 
 
 class Forward:

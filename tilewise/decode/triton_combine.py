@@ -44,7 +44,7 @@ def _merge(
         i = start + tl.arange(0, PARTS)
         exists = i < n_parts
         if BUILD.is_fixed:
-            slot = tl.minimum(first + i, decode(parts.slots) - 1)
+            slot = first + i
         else:
             # Where there are more teams than quanta, some between have none.
             begin = tl.load(parts.notes + (first + i) * 8, mask=exists, other=0)
@@ -100,10 +100,11 @@ def _cache_combine_kernel(
     x = pid % n_tiles * ROWS + tl.arange(0, ROWS)
     g = pid // n_tiles % G
     if BUILD.is_fixed:
-        b, tile, first = find_unit(place, pid // n_tiles // G, BUILD)
+        unit = pid // n_tiles // G
+        b, tile = find_unit(place, unit, BUILD)
         work = work_of(place, sequence_of(place, b, b < n_sequences(place), BUILD), BUILD)
-        first += tile.to(tl.int64) * work.quanta
-        if (b < n_sequences(place)) & (work.quanta > 1):
+        if (b < n_sequences(place)) & (tile < work.n_units) & (work.quanta > 1):
+            first = unit.to(tl.int64) * decode(parts.per_unit)
             _merge(
                 out, lse, parts, place, sinks, b, tile, g, x, per_unit, first, work.quanta, PARTS,
                 WIDTH, BUILD,

@@ -223,26 +223,34 @@ def share_of(place, team, n_teams, lanes, BUILD: tl.constexpr):
 
 
 @triton.jit
+def units_before(place, q_first, b, BUILD: tl.constexpr):
+    """Where the units of sequence b begin when parts are fixed: no two sequences' meet, and none of
+    it depends on a length."""
+    if place.cu_q is None:
+        return b * tl.cdiv(decode(place.M) * BUILD.group, BUILD.block_m)
+    else:
+        return q_first * BUILD.group // BUILD.block_m + b
+
+
+@triton.jit
 def find_unit(place, unit, BUILD: tl.constexpr):
-    """The sequence of a unit of the batch, its number there, and the sequence's first quantum. The
-    sequence is `n_sequences` where there is no such unit."""
-    count = n_sequences(place)
-    first = tl.zeros((), tl.int64)
-    units = 0
-    before = 0
-    found = 0
-    for start in range(0, count, BUILD.block_b):
-        b = start + tl.arange(0, BUILD.block_b)
-        work = work_of(place, sequence_of(place, b, b < count, BUILD), BUILD)
-        n_units = tl.where(b < count, work.n_units, 0)
-        quanta = (n_units * work.quanta).to(tl.int64)
-        ends = units + tl.cumsum(n_units, 0)
-        is_before = (b < count) & (ends <= unit)
-        found += tl.sum(is_before.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
-        first += tl.sum(tl.where(is_before, quanta, 0), 0)
-        units += tl.sum(n_units, 0)
-    return found, unit - before, first
+    """The sequence of such a unit and its number there; a number that the sequence does not have
+    where there is no such unit."""
+    if place.cu_q is None:
+        per_sequence = tl.maximum(units_before(place, 0, 1, BUILD), 1)
+        return unit // per_sequence, unit % per_sequence
+    else:
+        B, T = decode(place.B), decode(place.M)
+        found = -1
+        first = 0
+        for start in range(0, B + 1, BUILD.block_b):
+            b = start + tl.arange(0, BUILD.block_b)
+            q_first = _clamp(tl.load(place.cu_q + b, mask=b <= B, other=0), 0, T)
+            begin = units_before(place, q_first, b, BUILD)
+            is_before = (b <= B) & (begin <= unit)
+            found += tl.sum(is_before.to(tl.int32), 0)
+            first = tl.maximum(first, tl.max(tl.where(is_before, begin, 0), 0))
+        return found, unit - first
 
 
 @triton.jit

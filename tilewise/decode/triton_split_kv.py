@@ -26,7 +26,7 @@ from ..kernels.tiles import (
     scale_tile,
     zero_tile,
 )
-from .triton_plan import n_sequences, sequence_of, share_of, work_of
+from .triton_plan import n_sequences, sequence_of, share_of, units_before, work_of
 
 NONE, HEAD, TOKEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -48,14 +48,15 @@ class Parts(NamedTuple):
 
     notes: int64 `[teams, 8]` where parts are not fixed: a team's first quantum and its end, all
     quanta, the teams that share them; then the end of the unit that it began and left to others
-    to finish, 0 where there is none, and that unit's sequence and tile. slots: how many there
-    are, coded.
+    to finish, 0 where there is none, and that unit's sequence and tile. n_units, per_unit: where
+    they are fixed, how many units have parts, and how many parts each; coded.
     """
 
     out: Any
     state: Any
     notes: Any
-    slots: Any
+    n_units: Any
+    per_unit: Any
 
 
 class Rows(NamedTuple):
@@ -416,9 +417,12 @@ def _cache_attention_fwd_kernel(
                 if lse.ptr is not None:
                     store_lse(lse, seq, rows, row_lse)
             else:
-                # Where offsets of queries are not what they should be there are units beyond.
-                slot = tl.minimum(flat, decode(parts.slots) - 1)
-                if not BUILD.is_fixed:
+                if BUILD.is_fixed:
+                    # Where offsets of queries are not what they should be there are units beyond.
+                    unit = units_before(place, seq.q_first, b, BUILD) + tile
+                    unit = tl.minimum(unit, decode(parts.n_units) - 1)
+                    slot = unit.to(tl.int64) * decode(parts.per_unit) + chunk
+                else:
                     # A share has two units at most that others work on too.
                     slot = team.to(tl.int64) * 2 + tl.where(chunk == 0, 1, 0)
                 part = (slot * G + g) * BLOCK_M + tl.arange(0, BLOCK_M)
