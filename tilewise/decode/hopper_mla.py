@@ -130,7 +130,9 @@ def _weights_partition(
                         row_lse, _ = join_sink(row_lse, gl.load(sinks + h).to(gl.float32))
                     _store_lse(lse, seq, m, h, row_lse)
             else:
-                part = first_of_part(place, parts, share, BUILD) + gl.arange(0, ROWS, layout=ROW)
+                part = first_of_part(place, parts, share, seq, BUILD) + gl.arange(
+                    0, ROWS, layout=ROW
+                )
                 top = gl.where(total > 0.0, ref, float("-inf"))
                 gl.store(parts.state + part * 2, top)
                 gl.store(parts.state + part * 2 + 1, total)
@@ -354,7 +356,7 @@ def _store_values(
         at = (out.ptr + row_offsets(out, seq, m, h, IS_PACKED))[:, None] + columns[None, :]
         gl.store(at, acc.to(out.ptr.dtype.element_ty), mask=mask)
     else:
-        part = first_of_part(place, parts, share, BUILD) + gl.arange(0, ROWS, layout=ROW)
+        part = first_of_part(place, parts, share, seq, BUILD) + gl.arange(0, ROWS, layout=ROW)
         gl.store((parts.out + part * (2 * HALF))[:, None] + columns[None, :], acc, mask=mask)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..kernels.gluon import FIRST_FREE, barrier_sync, gl, gluon, mbarrier, tma_load
 from ..kernels.structs import decode
-from .triton_plan import n_sequences, sequence_of, share_of, work_of
+from .triton_plan import n_sequences, sequence_of, share_of, units_before, work_of
 
 ROWS = gl.constexpr(64)
 # Columns: of half a value, and of what only keys have.
@@ -165,11 +165,14 @@ def leave_note(place, parts, share, seq, segment, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def first_of_part(place, parts, share, BUILD: gl.constexpr):
+def first_of_part(place, parts, share, seq, BUILD: gl.constexpr):
     """The first row of the part that a segment is."""
-    # Where offsets of queries are not what they should be there are units beyond.
-    slot = gl.minimum(share.flat, decode(parts.slots) - 1)
-    if not BUILD.is_fixed:
+    if BUILD.is_fixed:
+        # Where offsets of queries are not what they should be there are units beyond.
+        unit = units_before(place, seq.q_first, share.b, BUILD) + share.tile
+        unit = gl.minimum(unit, decode(parts.n_units) - 1)
+        slot = unit.to(gl.int64) * decode(parts.per_unit) + share.chunk
+    else:
         slot = share.team.to(gl.int64) * 2 + gl.where(share.chunk == 0, 1, 0)
     return (slot * decode(place.G) + share.group) * ROWS
 
