@@ -28,7 +28,6 @@ else waits for. Values that no row of the unit sees may be NaN: whoever makes P 
 from __future__ import annotations
 
 from ..kernels.gluon import (
-    as_atoms,
     barrier_arrive,
     barrier_sync,
     exp2_fast,
@@ -45,8 +44,6 @@ from ..kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..kernels.softmax import join_sink, softmax_end
-from ..kernels.structs import decode
 from .hopper_mla_producer import (
     FROM_BOTH,
     HALF,
@@ -56,33 +53,35 @@ from .hopper_mla_producer import (
     PIECE,
     REST,
     REST_EMPTY,
-    ROWS,
     TO_PRODUCER,
     Rings,
+    load_partition,
+)
+from .hopper_plan import (
+    ROWS,
     advance,
     find_share,
-    first_of_part,
     leave_note,
-    load_partition,
     row_offsets,
     segment_of,
     sequence,
     unit_rows,
 )
+from .hopper_rows import (
+    LIMIT,
+    LIMIT_PTX,
+    NO_REFERENCE,
+    accumulator,
+    clear_rows,
+    last_factor,
+    left_operand,
+    load_columns,
+    packed,
+    store_statistics,
+    store_values,
+)
 
 _FLAG = gl.constexpr("raised")
-# By how much a maximum may pass its reference, in log2 units; the same as PTX writes it.
-_LIMIT = gl.constexpr(8.0)
-_LIMIT_PTX = gl.constexpr("0f41000000")
-# The reference of a row that has none: far below any score, and finite, so that nothing is NaN.
-_NO_REFERENCE = gl.constexpr(-3.0e38)
-
-
-@gluon.constexpr_function
-def _accumulator(columns):
-    # More in one instruction would need more registers than a program of four warp groups starts
-    # with, whatever they share out later.
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(columns, 128), 16])
 
 
 # ---------------------------------------------------------------- P
@@ -93,7 +92,7 @@ def _weights_partition(
     q, rings, lse, parts, place, scale, sinks, share, BUILD: gl.constexpr, MLA: gl.constexpr
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = BUILD.block_n
-    ACC: gl.constexpr = _accumulator(BLOCK_N)
+    ACC: gl.constexpr = accumulator(BLOCK_N)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     IS_PACKED: gl.constexpr = place.cu_q is not None
     flag_declare(_FLAG, gl.program_id(0))
@@ -110,7 +109,7 @@ def _weights_partition(
             q_tile = _load_queries(q.ptr, base, owned, rings, MLA)
             start = gl.maximum(m + seq.left, seq.low)
             stop = gl.where(owned, gl.minimum(m + seq.right + 1, seq.high), 0)
-            ref = gl.full([ROWS], _NO_REFERENCE, gl.float32, ROW)
+            ref = gl.full([ROWS], NO_REFERENCE, gl.float32, ROW)
             sums = sum_in_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, ACC), ROWS, BLOCK_N)
             for t in range(segment.t0, segment.t1):
                 ref, sums = _weigh(
@@ -121,21 +120,7 @@ def _weights_partition(
                 sync_partition()
                 mbarrier.arrive(rings.p_full.index(it % PAIRS), count=1)
                 it += 1
-            m, h = unit_rows(share, ROW, BUILD)
-            total = gl.convert_layout(gl.sum(sums, 1), ROW)
-            if segment.is_whole:
-                if lse.ptr is not None:
-                    row_lse, _ = softmax_end(ref, total, True)
-                    if sinks is not None:
-                        row_lse, _ = join_sink(row_lse, gl.load(sinks + h).to(gl.float32))
-                    _store_lse(lse, seq, m, h, row_lse)
-            else:
-                part = first_of_part(place, parts, share, seq, BUILD) + gl.arange(
-                    0, ROWS, layout=ROW
-                )
-                top = gl.where(total > 0.0, ref, float("-inf"))
-                gl.store(parts.state + part * 2, top)
-                gl.store(parts.state + part * 2 + 1, total)
+            store_statistics(lse, parts, place, sinks, share, seq, segment, ref, sums, BUILD)
         share = advance(place, share, seq, segment, BUILD)
     for i in range(gl.maximum(it - PAIRS, 0), it):
         barrier_sync(P_EMPTY + i % PAIRS, FROM_BOTH, 4)
@@ -143,51 +128,19 @@ def _weights_partition(
 
 @gluon.jit
 def _load_queries(ptr, base, owned, rings, MLA: gl.constexpr):
-    """Q: pieces that registers hold, as `_packed` has them; the others go to shared memory."""
+    """Q: pieces that registers hold, as `packed` has them; the others go to shared memory."""
     KEPT: gl.constexpr = MLA.kept
     DTYPE: gl.constexpr = rings.latent.dtype
-    held = (_packed(_load_columns(ptr, base, owned, 2 * HALF, REST, DTYPE), REST),)
+    held = (packed(load_columns(ptr, base, owned, 2 * HALF, REST, DTYPE), REST),)
     for i in gl.static_range(KEPT):
-        x = _load_columns(ptr, base, owned, i * PIECE, PIECE, DTYPE)
-        held = held + (_packed(x, PIECE),)
+        x = load_columns(ptr, base, owned, i * PIECE, PIECE, DTYPE)
+        held = held + (packed(x, PIECE),)
     for i in gl.static_range(KEPT, 2 * HALF // PIECE):
-        rings.q.index(i - KEPT).store(_load_columns(ptr, base, owned, i * PIECE, PIECE, DTYPE))
+        rings.q.index(i - KEPT).store(load_columns(ptr, base, owned, i * PIECE, PIECE, DTYPE))
     if KEPT < 2 * HALF // PIECE:
         fence_async_shared()
         sync_partition()
     return held
-
-
-@gluon.jit
-def _load_columns(ptr, base, owned, START: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr):
-    """Columns of Q, where the product that reads them from registers has them."""
-    LAYOUT: gl.constexpr = _accumulator(WIDTH)
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    columns = START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    rows = ptr + gl.convert_layout(base, ROW)
-    mask = gl.convert_layout(owned, ROW)[:, None]
-    return gl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0).to(DTYPE)
-
-
-@gluon.jit
-def _packed(x, WIDTH: gl.constexpr):
-    """Two to an int32: 16-bit numbers that a loop uses would each take a register."""
-    low, high = gl.split(x.to(gl.int16, bitcast=True).reshape([ROWS, WIDTH // 2, 2]))
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _left_operand(x, DTYPE: gl.constexpr, WIDTH: gl.constexpr, BUILD: gl.constexpr):
-    """What was packed as a left operand; registers stay where they are."""
-    # Not pure: it would leave the loop.
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x],
-        dtype=(gl.int16, gl.int16), is_pure=False, pack=1,
-    )  # fmt: skip
-    pairs = gl.join(low, high).reshape([ROWS, WIDTH]).to(DTYPE, bitcast=True)
-    return gl.convert_layout(pairs, gl.DotOperandLayout(0, _accumulator(BUILD.block_n), 2))
 
 
 @gluon.jit
@@ -199,11 +152,9 @@ def _issue_scores(rings, held, it, BUILD: gl.constexpr, MLA: gl.constexpr):
     DTYPE: gl.constexpr = rings.latent.dtype
     pair = it % PAIRS
     mbarrier.wait(rings.rest_full.index(pair), (it // PAIRS) & 1)
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, _accumulator(BLOCK_N))
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator(BLOCK_N))
     k = rings.rest.index(pair).reshape([BLOCK_N, REST]).permute((1, 0))
-    s = warpgroup_mma(
-        _left_operand(held[0], DTYPE, REST, BUILD), k, s, use_acc=False, is_async=True
-    )
+    s = warpgroup_mma(left_operand(held[0], DTYPE, REST, BUILD), k, s, use_acc=False, is_async=True)
     for side in gl.static_range(2):
         half = 2 * it + side
         slot = half % MLA.halves
@@ -212,7 +163,7 @@ def _issue_scores(rings, held, it, BUILD: gl.constexpr, MLA: gl.constexpr):
         for i in gl.static_range(side * PIECES, (side + 1) * PIECES):
             k = k_half.slice(i % PIECES * PIECE, PIECE, 1).permute((1, 0))
             if i < KEPT:
-                q = _left_operand(held[i + 1], DTYPE, PIECE, BUILD)
+                q = left_operand(held[i + 1], DTYPE, PIECE, BUILD)
                 s = warpgroup_mma(q, k, s, is_async=True)
             else:
                 s = warpgroup_mma(rings.q.index(i - KEPT), k, s, is_async=True)
@@ -235,12 +186,12 @@ def _weigh(
         s = mask_columns(s, start - n, stop - n, MLA.has_start, ROWS, BLOCK_N)
     top = gl.max(s, 1) * scale
     # It is a barrier too: past it no warp reads the tile any more.
-    flag_vote(_FLAG, 0, top - ref, _LIMIT_PTX)
+    flag_vote(_FLAG, 0, top - ref, LIMIT_PTX)
     raised = flag_read(_FLAG, it)
     if it >= PAIRS:
         barrier_sync(P_EMPTY + pair, FROM_BOTH, 4)
     if raised != 0:
-        new = gl.where(top - ref >= _LIMIT, top, ref)
+        new = gl.where(top - ref >= LIMIT, top, ref)
         shrink = exp2_fast(ref - new)
         sums = sums * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
         rings.shrink.index(pair).store(shrink)
@@ -254,49 +205,15 @@ def _weigh(
     if (n < segment.start) | (n + BLOCK_N > segment.stop):
         for side in gl.static_range(2):
             slot = (2 * it + side) % MLA.halves
-            _clear_rows(rings.latent, slot, segment.start - n, segment.stop - n, BLOCK_N)
+            clear_rows(rings.latent, slot, segment.start - n, segment.stop - n, BLOCK_N, HALF)
     fence_async_shared()
     return ref, sums
 
 
 @gluon.jit
-def _clear_rows(latent, slot, start, stop, BLOCK_N: gl.constexpr):
-    """Zeros in half the values of a tile outside rows [start, stop).
-
-    They lie in memory as panels of 64 columns, each as atoms of 8 rows.
-    """
-    STRIPS: gl.constexpr = BLOCK_N // 8
-    ATOMS: gl.constexpr = HALF // 64 * STRIPS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    atoms = as_atoms(latent, latent.shape[0] * ATOMS, 64)
-    rows = gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
-    for i in range(0, ATOMS):
-        row = i % STRIPS * 8
-        if (row < start) | (row + 8 > stop):
-            seen = (rows + row >= start) & (rows + row < stop)
-            atom = atoms.index(slot * ATOMS + i)
-            x = atom.load(LAYOUT)
-            atom.store(gl.where(seen[:, None], x, 0.0).to(x.dtype))
-
-
-@gluon.jit
 def _leave_last(rings, it, sums, ref, sinks, h, segment):
     """What O is multiplied by at the end of a segment."""
-    ROW: gl.constexpr = ref.type.layout
-    factor = gl.full([ROWS], 1.0, gl.float32, ROW)
-    if segment.is_whole:
-        row_lse, factor = softmax_end(ref, gl.convert_layout(gl.sum(sums, 1), ROW), True)
-        if sinks is not None:
-            _, shrink = join_sink(row_lse, gl.load(sinks + h).to(gl.float32))
-            factor *= shrink
-    rings.last.index(it % PAIRS).store(factor)
-
-
-@gluon.jit
-def _store_lse(lse, seq, m, h, row_lse):
-    at = seq.batch.to(gl.int64) * decode(lse.stride_b) + h.to(gl.int64) * decode(lse.stride_h)
-    row_lse = gl.where(m < seq.q_used, row_lse, float("-inf"))
-    gl.store(lse.ptr + at + seq.q_first + m, row_lse, mask=m < seq.q_stored)
+    rings.last.index(it % PAIRS).store(last_factor(sums, ref, sinks, h, segment))
 
 
 # ---------------------------------------------------------------- O
@@ -308,7 +225,7 @@ def _values_partition(
 ):  # fmt: skip
     """Columns of O from SIDE * HALF on."""
     BLOCK_N: gl.constexpr = BUILD.block_n
-    ACC: gl.constexpr = _accumulator(HALF)
+    ACC: gl.constexpr = accumulator(HALF)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     it = 0
@@ -336,28 +253,11 @@ def _values_partition(
             seq = sequence(place, share, BUILD)
             segment = segment_of(place, share, seq, BUILD)
             # Without a tile O is 0, whatever it is multiplied by.
-            _store_values(
-                acc * factor[:, None], out, parts, place, share, seq, segment.is_whole, SIDE, BUILD
-            )
+            acc = acc * factor[:, None]
+            store_values(
+                acc, out, parts, place, share, seq, segment, SIDE * HALF, HALF, BUILD
+            )  # fmt: skip
         share = advance(place, share, seq, segment, BUILD)
-
-
-@gluon.jit
-def _store_values(
-    acc, out, parts, place, share, seq, is_whole, SIDE: gl.constexpr, BUILD: gl.constexpr
-):  # fmt: skip
-    ACC: gl.constexpr = acc.type.layout
-    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    IS_PACKED: gl.constexpr = place.cu_q is not None
-    columns = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ACC))
-    m, h = unit_rows(share, ROW, BUILD)
-    mask = (m < seq.q_stored)[:, None] & (columns >= 0)[None, :]
-    if is_whole:
-        at = (out.ptr + row_offsets(out, seq, m, h, IS_PACKED))[:, None] + columns[None, :]
-        gl.store(at, acc.to(out.ptr.dtype.element_ty), mask=mask)
-    else:
-        part = first_of_part(place, parts, share, seq, BUILD) + gl.arange(0, ROWS, layout=ROW)
-        gl.store((parts.out + part * (2 * HALF))[:, None] + columns[None, :], acc, mask=mask)
 
 
 # ---------------------------------------------------------------- kernel

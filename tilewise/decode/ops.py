@@ -11,7 +11,7 @@ from ..core.mask import raise_mask
 from ..dense.piece import Terms
 from .cache import KVCache
 from .call import CacheCall, Splits
-from .choice import choose
+from .choice import choose, is_latent
 
 _REST = (
     "Tensor k, Tensor v, Tensor lengths, Tensor? block_table, Tensor? batch_index, Tensor? starts, "
@@ -84,9 +84,10 @@ def run_kernels(backend: str, call: CacheCall, out: Tensor, lse: Tensor) -> Any:
     from . import dense_call, triton_call
 
     if backend == "hopper":
-        from .hopper_mla_call import MlaForward
+        from .hopper_call import MlaForward, SplitForward
 
-        return triton_call.cache_attention_fwd(call, out, lse, MlaForward)
+        make = MlaForward if is_latent(call) else SplitForward
+        return triton_call.cache_attention_fwd(call, out, lse, make)
     if dense_call.takes(call):
         dense_call.dense_forward(call, out, lse)
         return None

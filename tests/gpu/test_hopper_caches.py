@@ -9,7 +9,7 @@ import torch
 
 import tilewise as tw
 from tests.gpu.common import DEVICE, ints
-from tests.gpu.mla_cases import CASES, MlaCase, call_of, draw, held, on_device
+from tests.gpu.hopper_caches import CASES, HopperCase, call_of, draw, held, on_device
 from tilewise.core.backends import hopper_problem
 from tilewise.core.tolerance import assert_within_budget
 from tilewise.decode import warm
@@ -38,12 +38,12 @@ def no_hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_within_the_budget(case: MlaCase) -> None:
+def test_within_the_budget(case: HopperCase) -> None:
     held(case)
 
 
 def test_auto_takes_it() -> None:
-    q, cache, options = (on_device(x) for x in draw(MlaCase("auto", 16)))
+    q, cache, options = (on_device(x) for x in draw(HopperCase("auto", 16)))
     assert tw.explain_cache_backend(q, cache, **options).name == "hopper"
     chosen = tw.attention_with_cache(q, cache, **options)
     named = tw.attention_with_cache(q, cache, **options, backend="hopper")
@@ -55,7 +55,7 @@ def test_auto_takes_it() -> None:
 
 @pytest.mark.parametrize("page", [None, 64])
 def test_a_graph_captured_short_is_right_for_any_lengths(page: int | None) -> None:
-    case = MlaCase("graph", 128, 2, (700, 3, 0, 2000, 33, 64, 1), page)
+    case = HopperCase("graph", 128, 2, (700, 3, 0, 2000, 33, 64, 1), page)
     q, cache, options = draw(case)
     here, q_here = on_device(cache), on_device(q)
     here.lengths.copy_(ints(1, 1, 0, 32, 1, 0, 1))
@@ -74,7 +74,7 @@ def test_a_graph_captured_short_is_right_for_any_lengths(page: int | None) -> No
 
 
 def test_repeats_give_the_same_bits() -> None:
-    case = MlaCase("repeats", 128, 2, (5000, 17, 900))
+    case = HopperCase("repeats", 128, 2, (5000, 17, 900))
     q, cache, options = (on_device(x) for x in draw(case))
     first = tw.attention_with_cache_partial(q, cache, **options)
     differs = torch.zeros((), dtype=torch.int64, device=DEVICE)
@@ -85,7 +85,7 @@ def test_repeats_give_the_same_bits() -> None:
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
-    case = MlaCase("neighbours", 16, 2, (3001,), options={"batch_invariant": True})
+    case = HopperCase("neighbours", 16, 2, (3001,), options={"batch_invariant": True})
     q, own, options = (on_device(x) for x in draw(case))
     alone = tw.attention_with_cache_partial(q, own, **options)
     generator = torch.Generator().manual_seed(0)
@@ -104,7 +104,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_warm_calls_are_cold_ones() -> None:
-    case = MlaCase("warm", 16, 2, (900, 3, 333), sinks=True)
+    case = HopperCase("warm", 16, 2, (900, 3, 333), sinks=True)
     q, first, options = (on_device(x) for x in draw(case))
     other, second, _ = (on_device(x) for x in draw(case, seed=1))
     tw.attention_with_cache(q, first, **options)
