@@ -315,7 +315,8 @@ class Forward:
         # Of so many teams about one began a unit that others finished.
         teams = max(1, min(TEAMS.value, split.n_teams // split.n_units))
         groups = split.n_units if split.is_fixed else -(-split.n_teams // teams)
-        self._combine_grid = (groups * split.G * -(-split.rows_per_unit // rows), 1, 1)
+        tiles = -(-split.rows_per_unit // rows) * -(-split.E // width)
+        self._combine_grid = (groups * split.G * tiles, 1, 1)
         self._combines = call.splits.count != 1
         self._slots = PartSizes.of(split)
         kind, scales = split.scales()
@@ -418,7 +419,7 @@ def cache_attention_fwd(
 
 def combine_tile(rows_per_unit: int, E: int) -> tuple[int, int, int]:
     """Rows and parts that a program of the merge has at a time, and its columns."""
-    width = 1 << (E - 1).bit_length()
+    width = min(128, 1 << (E - 1).bit_length())
     rows = 4 if rows_per_unit >= 16 else 1
     return rows, max(2, min(16, 8192 // (rows * width))), width
 
