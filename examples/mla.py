@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
     def decode(self, x: Tensor, cache: tw.KVCache) -> Tensor:
         """`[B, M, hidden]` behind what is cached; the new tokens go into the cache."""
         first = int(cache.lengths[0])
-        at = torch.arange(first, first + x.shape[1])
+        at = torch.arange(first, first + x.shape[1], device=x.device)
         q_nope, q_rope, latent, k_rope = self._project(x, at)
         cache.append(torch.cat([latent, k_rope], -1).unsqueeze(2))
         q_latent = torch.einsum("bmhd,hdr->bmhr", q_nope, self.up_k)
@@ -79,8 +79,9 @@ class LatentAttention(nn.Module):
     def new_cache(self, B: int, tokens: int, dtype: torch.dtype) -> tw.KVCache:
         sizes = self.sizes
         return tw.KVCache.latent(
-            B, tokens, rank=sizes.rank, rope_dim=sizes.rope, page_size=self.page_size, dtype=dtype
-        )
+            B, tokens, rank=sizes.rank, rope_dim=sizes.rope, page_size=self.page_size, dtype=dtype,
+            device=self.up_k.device,
+        )  # fmt: skip
 
     def _project(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q_nope and q_rope of every head, the latent, and its rotated key."""

@@ -305,11 +305,13 @@ def main() -> None:
     if arguments.run:
         print(json.dumps(train(Run(**json.loads(arguments.run)))))
         return
-    results = [result for plan in PLANS[arguments.device] for result in compare(plan)]
-    if arguments.output:
-        made = {"environment": environment.describe(torch.device(arguments.device))}
-        text = json.dumps(made | {"runs": results}, indent=1)
-        arguments.output.write_text(text + "\n", encoding="utf-8")
+    made = {"environment": environment.describe(torch.device(arguments.device))}
+    results: list[dict[str, object]] = []
+    for plan in PLANS[arguments.device]:
+        results += compare(plan)
+        if arguments.output:
+            text = json.dumps(made | {"runs": results}, indent=1)
+            arguments.output.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

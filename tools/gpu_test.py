@@ -27,7 +27,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from threading import Semaphore
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilewise.catalog import Op
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = "benchmarks/results/gpu-verify.json"
@@ -58,10 +62,12 @@ KERNELS = (
 # Areas with kernels of their own, by the word that is in the names of their folders, tests and ops.
 # All else is of the first.
 AREAS = ("dense", "decode", "linear")
-# Verifications at a time: each is a process, busy with compiling.
-_VERIFIERS = max(2, (os.cpu_count() or 2) * 3 // 8)
-# In which the cases of an op and dtype are verified, so that none keeps the others waiting.
-_PARTS = 3
+_CORES = os.cpu_count() or 2
+# Verifications at a time beside the tests, each a process that is busy with compiling; when the
+# tests have ended, as many as there are cores.
+_VERIFIERS = max(2, _CORES * 3 // 8)
+# Cases of an op and dtype that one of them takes, so that none keeps the others waiting.
+_CASES_OF_PART = 12
 # Of KERNELS what every area is made of.
 SHARED = "tilewise/kernels/*"
 # Beside torch and Triton.
@@ -205,10 +211,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["TILEWISE_FAILURES"] = str(logs / "failures.txt")
     start, sources = time.monotonic(), {area: hash_sources(ROOT, area) for area in AREAS}
     areas = [area for area in arguments.areas if sources[area]]
-    with ThreadPoolExecutor(_VERIFIERS) as pool:
-        runs = _start_verifying(areas, logs, pool)
+    with ThreadPoolExecutor(max(_VERIFIERS, _CORES)) as pool:
+        turns = Semaphore(_VERIFIERS)
+        runs = _start_verifying(areas, logs, pool, turns)
         command = _pytest(areas, arguments.workers, logs)
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        turns.release(max(1, _CORES - _VERIFIERS))
         verified = {area: [run.result() for run in some] for area, some in runs.items()}
     seconds = time.monotonic() - start
     tests = read_tests(logs / "tests.xml")
@@ -313,22 +321,35 @@ def find_tests(root: Path, areas: Sequence[str]) -> list[str]:
 
 
 def _start_verifying(
-    areas: Sequence[str], logs: Path, pool: ThreadPoolExecutor
+    areas: Sequence[str], logs: Path, pool: ThreadPoolExecutor, turns: Semaphore
 ) -> dict[str, list[Future[dict[str, Any] | None]]]:
     """`tilewise verify --all` is every op in every dtype; here each, in parts, in processes."""
     from tilewise.catalog import OPS
-    from tilewise.cli.options import DTYPES
+
+    def verify(op: str, dtype: str, part: str) -> dict[str, Any] | None:
+        with turns:
+            return _verify(op, dtype, part, logs)
 
     return {
         area: [
-            pool.submit(_verify, op.name, dtype, f"{part}/{_PARTS}", logs)
+            pool.submit(verify, op.name, dtype, part)
             for op in OPS
             if area_of(op.run) == area
-            for dtype in DTYPES
-            for part in range(1, _PARTS + 1)
+            for dtype, part in find_parts(op)
         ]
         for area in areas
     }
+
+
+def find_parts(op: Op) -> list[tuple[str, str]]:
+    """The dtypes of an op, each in as many parts as its cases ask for: "2/3" is the second."""
+    import torch
+
+    from tilewise.cli.options import DTYPES
+
+    n_cases = len(list(op.load("cases")(op.name, torch.float32, torch.device("cpu"))))
+    n_parts = max(1, -(-n_cases // _CASES_OF_PART))
+    return [(dtype, f"{part}/{n_parts}") for dtype in DTYPES for part in range(1, n_parts + 1)]
 
 
 def _verify(op: str, dtype: str, part: str, logs: Path) -> dict[str, Any] | None:

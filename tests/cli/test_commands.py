@@ -169,10 +169,11 @@ def test_gpu_bench_stores_what_it_prints(capsys: Capture, tmp_path: Path) -> Non
     assert printed["finished"] is True
     assert [row["grid"] for row in printed["rows"]] == [
         "anchor, start",
-        *["host"] * 4,
+        *["host"] * 6,
         "anchor, end",
     ]
-    assert {own["name"] for row in printed["rows"] for own in row["ours"]} == {"Tilewise, tiled"}
+    names = {own["name"] for row in printed["rows"] for own in row["ours"]}
+    assert names == {"Tilewise, tiled", "Tilewise, tiled, packed"}
 
 
 @pytest.mark.usefixtures("gpu_bench", "broken")
@@ -180,7 +181,10 @@ def test_gpu_bench_refuses_a_wrong_backend(capsys: Capture) -> None:
     # In bfloat16 a percent is within the budget.
     assert main([*GPU_BENCH, "--dtype", "float32", "--json"]) == 1
     for row in read_json(capsys)["rows"]:
-        assert [(own["status"], own["time_ms"]) for own in row["ours"]] == [("refused", None)]
+        # The packed call is another function, and right.
+        first, *packed = row["ours"]
+        assert (first["status"], first["time_ms"]) == ("refused", None)
+        assert [own["status"] for own in packed] == ["timed"] * ("documents" in row["mask"])
         assert row["ratio_best_peer"] is None
 
 
@@ -195,9 +199,22 @@ def test_gpu_bench_without_some_peers(capsys: Capture) -> None:
 
 
 @pytest.mark.usefixtures("gpu_bench")
-def test_gpu_bench_within_its_minutes(capsys: Capture) -> None:
-    assert main([*GPU_BENCH, "--minutes", "1e-9"]) == 0
+def test_gpu_bench_within_its_minutes(capsys: Capture, tmp_path: Path) -> None:
+    path = str(tmp_path / "run.json")
+    assert main([*GPU_BENCH, "--minutes", "1e-9", "--output", path]) == 0
     assert "Left out, since the time was up: host: D 64 full 16" in capsys.readouterr().out
+    # And what was left out, by another process.
+    assert main([*GPU_BENCH, "--resume", path, "--json"]) == 0
+    printed = read_json(capsys)
+    assert printed == json.loads(Path(path).read_text()) and printed["finished"] is True
+    anchors = ["anchor, start", "anchor, end"]
+    assert [row["grid"] for row in printed["rows"]] == [
+        *anchors, anchors[0], *["host"] * 6, anchors[1]
+    ]  # fmt: skip
+    assert main([*GPU_BENCH, "--resume", path, "--output", path]) == 2
+    assert "--resume stores where it reads" in capsys.readouterr().err
+    assert main([*GPU_BENCH, "--resume", "README.md"]) == 2
+    assert "resume must name a stored run on a GPU" in capsys.readouterr().err
 
 
 def test_doctor(capsys: Capture) -> None:

@@ -24,6 +24,7 @@ BUILT: dict[str, dict[str, Callable[[], Any]]] = {
         "negative": lambda: tw.window(-1, 0),
         "float": lambda: tw.window(1.5, 0),
         "text": lambda: tw.window("1", 0),
+        "several": lambda: tw.window(ints([1, 2]), 0),
     },
     "window: right": {"negative": lambda: tw.window(0, -2)},
     "window": {
@@ -37,6 +38,8 @@ BUILT: dict[str, dict[str, Callable[[], Any]]] = {
         "negative": lambda: tw.chunked(-3),
         "float": lambda: tw.chunked(2.5),
         "nothing": lambda: tw.chunked(None),
+        "several": lambda: tw.chunked(ints([2, 3])),
+        "float tensor": lambda: tw.chunked(torch.tensor(2.5)),
     },
     "key_padding:": {
         "float tensor": lambda: tw.key_padding(torch.tensor([1.0, 2.0])),

@@ -7,6 +7,7 @@ import torch
 
 import tilewise as tw
 from tilewise.core import backends
+from tilewise.core.tolerance import assert_within_budget
 
 
 def call(**changes: Any) -> torch.Tensor:
@@ -19,6 +20,18 @@ def call(**changes: Any) -> torch.Tensor:
     }
     q, k, v = (arguments.pop(name) for name in "qkv")
     return tw.attention(q, k, v, **arguments)
+
+
+def test_nested_tensors_are_sent_to_packed_ones() -> None:
+    rows = [torch.randn(3, 4, 8), torch.randn(5, 4, 8)]
+    q = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with pytest.raises(NotImplementedError, match=r"q must be a plain tensor.* attention_varlen"):
+        tw.attention(q, q, q)
+    values, cu = q.values(), q.offsets()
+    out = tw.attention_varlen(values, values, values, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    row = rows[1][None]
+    exact = tw.attention(*(row.double() for _ in "qkv"))
+    assert_within_budget(out[3:], exact[0], tw.attention(row, row, row)[0])
 
 
 def varlen(**changes: Any) -> torch.Tensor:
@@ -55,6 +68,9 @@ DENSE: list[tuple[dict[str, Any], str]] = [
     ({"scale": [1.0]}, r"scale must be a number, got \[1.0\]"),
     ({"scale": torch.ones(2)}, r"scale must be a number, got \[2\]"),
     ({"q": torch.randn(2, 5, 0, 8)}, r"a multiple of the kv heads of k and not 0, got H = 0"),
+    ({"scale": torch.ones((), requires_grad=True)}, r"requires a gradient.* multiply q by it"),
+    ({"softcap": torch.ones(1, requires_grad=True)}, r"softcap must .* requires a gradient"),
+    ({"softcap": torch.ones(3)}, r"softcap must be a number, got \[3\]"),
     ({"softcap": 0.0}, r"softcap must be None or lie between 1e-37 and 1e38, got 0.0"),
     ({"softcap": float("nan")}, r"softcap must be None or lie between"),
     ({"dropout_p": 1.0}, r"dropout_p must lie in \[0, 1\), got 1.0"),

@@ -147,6 +147,8 @@ def test_export_with_parameters_and_other_lengths(name: str) -> None:
         assert torch.equal(program.module()(x, lengths), model(x, lengths))
 
 
+# Said by torch 2.11 of itself.
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 def test_export_is_saved_and_loaded(tmp_path: Path) -> None:
     model, program = exported(tw.causal())
     torch.export.save(program, tmp_path / "model.pt2")
@@ -418,3 +420,16 @@ def test_gradients_of_keys_and_values_that_have_a_mean(dtype: torch.dtype) -> No
     check_budget("attention", tensors, backend="tiled")
     check_budget("attention", tensors, backend="tiled", mask=tw.causal())
     check_budget("attention_partial", tensors, backend="tiled", mask=tw.window(50, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("learns", [False, True])
+def test_results_may_be_changed_in_place(dtype: torch.dtype, learns: bool) -> None:
+    q, k, v = (torch.randn(1, 9, 2, 16, dtype=dtype).requires_grad_(learns) for _ in range(3))
+    factor = torch.ones((), dtype=dtype).requires_grad_()
+    for mask in (tw.causal(), tw.window(3, 0)):
+        out, lse = tw.attention_partial(q, k, v, mask=mask)
+        want = out.detach().sum()
+        out.mul_(factor)
+        lse.add_(1)
+        assert torch.equal(torch.autograd.grad(out.sum(), factor)[0], want)

@@ -200,3 +200,36 @@ def test_what_outlives_a_call_is_not_made_in_its_modes() -> None:
         counters = hopper_call._lasting_zeros(3, torch.device("cpu"))
     assert not made and not counters.is_inference()
     assert torch.equal(counters, torch.zeros(3, 4, dtype=torch.int32))
+
+
+def test_each_call_describes_its_own_tensors(launches: Records) -> None:
+    first, second = qkv(), qkv()
+    for x in (first, second, first):
+        launches.clear()
+        tw.attention(*x, mask=tw.causal(), backend="hopper")
+        (_, _, arguments), *rest = launches
+        assert not rest
+        assert [a.base.data_ptr() for a in arguments[:3]] == [t.data_ptr() for t in x]
+    wider = qkv(D=128)
+    launches.clear()
+    tw.attention(*wider, mask=tw.causal(), backend="hopper")
+    assert launches[0][2][0].shape[-1] == 128
+
+
+def test_packed_calls_write_one_table_each_way(launches: Records) -> None:
+    q, k, v = (x.detach()[0].requires_grad_() for x in qkv(N=5))
+    cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+    for is_warm in (False, True):
+        launches.clear()
+        out = tw.attention_varlen(q, k, v, cu_seqlens_q=cu, mask=tw.causal(), backend="hopper")
+        # What is kept of the first call wrote one more.
+        assert is_warm or names(launches) == ["place_sequences", FORWARD, "place_sequences"]
+        del launches[2:]
+        assert names(launches) == ["place_sequences", FORWARD]
+        # Its kernel runs on the table that was written for it.
+        table = launches[0][2][0]
+        assert launches[1][2][6].place.table is table
+        launches.clear()
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        assert names(launches).count("place_sequences") == 1 and len(launches) == 4
+    assert len(warm._kept) == 1

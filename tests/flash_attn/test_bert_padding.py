@@ -1,5 +1,7 @@
 """Padding taken out and put back, against loops."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -68,6 +70,35 @@ def test_index_functions_are_each_others_inverse() -> None:
     expected = torch.zeros(7, 3)
     expected[indices] = 1.0
     assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_states": None}, "hidden_states must be a tensor, got NoneType"),
+        ({"indices": [0, 1]}, "indices must be a tensor, got list"),
+        (
+            {"indices": torch.ones(2)},
+            r"indices must be int64 \[T\] = \[2\], got torch.float32 \[2\]",
+        ),
+        (
+            {"indices": torch.arange(3)},
+            r"indices must be int64 \[T\] = \[2\], got torch.int64 \[3\]",
+        ),
+        ({"batch": -1}, "batch must be an int >= 0, got -1"),
+        ({"seqlen": 2.0}, "seqlen must be an int >= 0, got 2.0"),
+    ],
+)
+def test_what_cannot_be_padded_raises(change: dict[str, Any], message: str) -> None:
+    call: dict[str, Any] = {"hidden_states": torch.zeros(2, 3), "indices": torch.arange(2)}
+    with pytest.raises(ValueError, match=message):
+        pad_input(**{**call, "batch": 2, "seqlen": 4, **change})
+
+
+@pytest.mark.parametrize("function", [unpad_input, unpad_input_for_concatenated_sequences])
+def test_mask_that_is_no_tensor_raises(function: Any) -> None:
+    with pytest.raises(ValueError, match="must be a tensor, got list"):
+        function(torch.zeros(2, 4, 3), [[1] * 4] * 2)
 
 
 @pytest.mark.parametrize("function", [unpad_input, unpad_input_for_concatenated_sequences])

@@ -274,6 +274,12 @@ def test_packed_function_over_pages() -> None:
     ("change", "message"),
     [
         ({"v": None}, "k and v must come together"),
+        ({"cache_seqlens": [9, 0, 8]}, "cache_seqlens must be an int or a tensor, got list"),
+        ({"window_size": (1, 2, 3)}, "window_size must be .left, right."),
+        ({"softmax_scale": "1"}, "scale must be a number, got '1'"),
+        ({"alibi_slopes": torch.ones(H + 1)}, "alibi_slopes must be floating"),
+        ({"q": torch.zeros(B, 3, G + 1, D, dtype=torch.bfloat16)}, "must be a multiple of"),
+        ({"softcap": "3"}, "flash_attn_with_kvcache: softcap must be a number or None, got '3'"),
         ({"cache_seqlens": None}, "cache_seqlens must say where new k and v go"),
         ({"rotary_cos": TABLES[0]}, "rotary_cos and rotary_sin must come together"),
         ({"cache_seqlens": torch.tensor([17, 0, 47])}, "would grow to 50 tokens, but the cache"),

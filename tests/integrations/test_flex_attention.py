@@ -149,3 +149,8 @@ def test_what_does_not_fit_raises() -> None:
     q = torch.randn(1, 130, 2, 8)
     with pytest.raises(ValueError, match="made for 128 queries and 128 keys, got at least"):
         attention(q, q, q, mask=mask)
+    device = str(torch.get_default_device())
+    mask = tw.from_block_mask(create_block_mask(causal, 3, 2, 128, 128, device=device))
+    q = torch.randn(4, 128, 2, 8)
+    with pytest.raises(ValueError, match=r"made for 3 batch rows and 2 heads.*got 4 and 2"):
+        attention(q, q, q, mask=mask)

@@ -227,6 +227,10 @@ def test_function_with_grouped_heads() -> None:
         torch_sdpa.scaled_dot_product_attention(q, [0.0], v)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="query, key and value must be"):
         torch_sdpa.scaled_dot_product_attention(q, k[0], v[0])
+    with pytest.raises(ValueError, match="attn_mask must be a tensor, got str"):
+        torch_sdpa.scaled_dot_product_attention(q, q, q, "causal")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"attn_mask must broadcast to .* got \[2, 1\]"):
+        torch_sdpa.scaled_dot_product_attention(q[None], q[None], q[None], torch.ones(2, 1))
 
 
 def test_without_cuda_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,6 +309,12 @@ def test_argument_that_asks_for_nothing_is_accepted(value: Any) -> None:
         (build_mask(B, M, N + 2), {}, "made for 9 queries and 11 keys, got 9 and 9; a 2-D"),
         (build_mask(B, 1, N), {}, "attention_mask was made for 1 queries"),
         (None, {"s_aux": torch.ones(H + 1)}, "s_aux must hold one logit for each of the 4"),
+        (None, {"s_aux": [1.0] * H}, "s_aux must be a tensor, got list"),
+        (
+            None,
+            {"cu_seq_lens_q": [0, 9], "cu_seq_lens_k": [0, 9]},
+            "cu_seq_lens_q must be a tensor, got list",
+        ),
         (None, {"sliding_window": 0}, "sliding_window must be positive"),
         (None, {"cu_seq_lens_q": ends([9])}, "must come together"),
         (None, {"dropout": 1.5}, "dropout"),
@@ -382,11 +388,21 @@ def test_register_under_another_name() -> None:
         AttentionMaskInterface._global_mapping.pop("tilewise_oracle")
 
 
-@pytest.mark.parametrize("name", ["", "a b", "org/kernel", "paged|x", "my_flash", "sdpa", "eager"])
+@pytest.mark.parametrize(
+    "name", ["", "a b", "org/kernel", "paged|x", "my_flash", "sdpa", "eager", 3]
+)
 def test_name_that_transformers_would_misread_raises(name: str) -> None:
     with pytest.raises(ValueError, match="register: name must be an identifier"):
         register(name)
     assert name in ("sdpa",) or name not in AttentionInterface()
+
+
+def test_what_register_cannot_take_raises() -> None:
+    with pytest.raises(ValueError, match="ignore must be a list of argument names, got 'seq_idx'"):
+        register("tilewise_wrong", ignore="seq_idx")
+    with pytest.raises(ValueError, match="context_parallel must be a ContextParallel, got str"):
+        register("tilewise_wrong", context_parallel="mesh")  # type: ignore[arg-type]
+    assert "tilewise_wrong" not in AttentionInterface()
 
 
 def test_transformers_of_another_mask_interface_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,8 @@ BAD = [
     ("retention", {"log_decay": torch.zeros(4).long()}, r"log_decay must be .* got torch.int64"),
     ("retention", {"log_decay": -1.0}, r"log_decay must be .* got -1.0"),
     ("gla", {"scale": float("nan")}, r"gla: scale must be finite and at most 1e38 in size"),
+    ("gla", {"scale": torch.ones(2)}, r"gla: scale must be a number, got \[2\]"),
+    ("gla", {"scale": torch.ones((), requires_grad=True)}, r"gla: scale must .* multiply q by it"),
     ("gla", {"backend": "triton"}, r"gla: backend must be one of auto, reference, .*'triton'"),
     ("gla", {"q": torch.zeros(1, 20, 2, 16).double()}, r"gla: q, k and v must share one dtype"),
     ("gla", {"cu_seqlens": torch.tensor([0, 20])}, r"gla: q must be \[T, G, D\], got 4 dimensions"),

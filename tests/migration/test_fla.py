@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers import UNDER_TEST
 from tilewise import linear
 from tilewise.core.tolerance import assert_within_budget
 
@@ -24,7 +25,7 @@ def inputs() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, device="cpu").to(UNDER_TEST.device)
 
     q, k = (torch.nn.functional.normalize(draw(B, M, H, D), dim=-1) for _ in range(2))
     return {

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tilewise as tw
 from tests.parallel.over_ranks import Way, place, shard
 from tests.parallel.ranks import Rank
+from tilewise import parallel
 from tilewise.parallel import Layout, count_traffic, unshard, zigzag
 
 
@@ -86,7 +87,39 @@ def differing(rank: Rank, way: Way, what: str) -> None:
         options["sinks"] = torch.zeros(4)
     if odd and what == "length":
         leaves[1] = leaves[1][:, 1:]
-    tw.context_parallel_attention(*leaves, **options)
+    with torch.set_grad_enabled(not (odd and what == "grad mode")):
+        tw.context_parallel_attention(*leaves, **options)
+
+
+def odd_one_out(rank: Rank, way: Way, odd: dict[str, Any]) -> None:
+    """Rank 1 passes something that the others do not, which may be no tensor and no number."""
+    options: dict[str, Any] = {**place(rank, way), "mask": tw.causal()}
+    q, k, v = own(rank, way, qkv(way.layout.size))
+    call = {"q": q, "k": k, "v": v, **options, **(odd if rank.index == 1 else {})}
+    parallel.context_parallel_attention_partial(**call)
+
+
+def odd_decode(rank: Rank, layout: Layout, odd: dict[str, Any]) -> None:
+    """The same of a decode step."""
+    x = torch.zeros(1, layout.lengths[rank.index], 2, 8, device=rank.device)
+    call = {"q": x.new_zeros(1, 1, 4, 8), "k": x, "v": x, "layout": layout}
+    call |= {"group": rank.groups[layout.ranks], **(odd if rank.index == 1 else {})}
+    tw.context_parallel_decode(**call)
+
+
+def odd_unshard(rank: Rank, layout: Layout, odd: dict[str, Any]) -> None:
+    """The same of `unshard`."""
+    x = torch.zeros(2, layout.lengths[rank.index], 3, device=rank.device)
+    call = {"x": x, "layout": layout, "group": rank.groups[layout.ranks]}
+    unshard(**{**call, **(odd if rank.index == 1 else {})})
+
+
+def raises_what_it_likes(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+    raise KeyError
+
+
+def of_another_shape(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+    return torch.ones(3, 3, dtype=torch.bool)
 
 
 def fails(rank: Rank, way: Way, options: dict[str, Any], heads: tuple[int, int] = (4, 2)) -> None:

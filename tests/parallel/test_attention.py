@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -176,6 +177,44 @@ def test_ranks_without_tokens(schedule: str) -> None:
     )
     way = Way(schedule, layout, (2, 2) if schedule == "usp" else None)
     check_over_ranks(way, qkv(), mask=tw.causal() & tw.window(25, None))
+
+
+def uneven(*lengths: int) -> Layout:
+    """One run for each rank, one after the other."""
+    edges = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    spans = ([[a, b]] if b > a else [] for a, b in pairwise(edges))
+    runs = [torch.tensor(span, dtype=torch.int64).reshape(-1, 2) for span in spans]
+    return Layout("uneven", edges[-1], tuple(runs))
+
+
+@pytest.mark.parametrize("lengths", [(1, 0, 4), (1, 0, 1), (0, 1, 1), (0, 3, 2)])
+def test_rows_of_bias_where_a_rank_has_one_token_or_none(lengths: tuple[int, ...]) -> None:
+    """One row may be a token's or all tokens': ranks choose alike, and none takes one for all."""
+    layout, size = uneven(*lengths), sum(lengths)
+    tensors = qkv(size, (6, 2)) | {"bias": torch.randn(2, 1, size, size)}
+    check_over_ranks(Way("auto", layout), tensors, mask=tw.causal())
+    with pytest.raises(RankError, match="a bias with rows of its own") as caught:
+        outcome(Way("ulysses", layout), tensors)
+    assert caught.value.kinds == dict.fromkeys(range(3), "NotImplementedError")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inside", (tw.causal, tw.full))
+@pytest.mark.parametrize("schedule", ONE_DIM)
+def test_documents_of_one_row_are_packed(
+    schedule: str, inside: Callable[[], tw.Mask], dtype: torch.dtype
+) -> None:
+    """So many documents that pieces would be more than `plan.MOST_PIECES`."""
+    edges = [0, 9, 10, 40, 53, 70, 75, 100, 121]
+    layout = layouts.document_zigzag(edges, 3, 130)
+    tensors = {n: x[:1] for n, x in qkv(130, dtype=dtype).items()}
+    check_over_ranks(Way(schedule, layout), tensors, mask=inside() & tw.documents(edges))
+
+
+@pytest.mark.parametrize("lengths", [(5, 0, 2), (3, 2, 2)])
+def test_one_row_of_bias_for_all_travels_with_the_heads(lengths: tuple[int, ...]) -> None:
+    tensors = qkv(sum(lengths), (6, 2)) | {"bias": torch.randn(2, 6, 1, sum(lengths))}
+    check_over_ranks(Way("ulysses", uneven(*lengths)), tensors, mask=tw.causal())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -3,7 +3,7 @@ balance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ from tilewise.core.positions import Positions
 from tilewise.core.tiles import key_ranges
 from tilewise.parallel import layout as layouts
 from tilewise.parallel.layout import Layout, document_zigzag
-from tilewise.parallel.plan import Request, make_plan
+from tilewise.parallel.plan import Call, Request, make_plan
 from tilewise.parallel.visible import as_band, as_table, local_intervals, on_device, visible
 
 RANKS = (1, 2, 3, 4, 8)
@@ -317,6 +317,17 @@ def test_what_does_not_fit_is_said(start: str, call: Callable[[], object]) -> No
             lambda: layouts.zigzag(16, 1).segments("x", 0, 0),
             "segments: mask must be a tilewise Mask",
         ),
+        (lambda: layouts.zigzag(torch.ones(2), 1), "size must be an integer, got tensor"),
+        (lambda: layouts.striped(16, 2, block=1.5), "block must be an integer .* got 1.5"),
+        (lambda: layouts.document_zigzag([0, 2.5], 2), r"hold integers .* got \[0, 2.5\]"),
+        (lambda: layouts.document_zigzag(torch.tensor(4), 2), "hold integers .* got 4"),
+        (lambda: layouts.document_zigzag([0, 4], 2, "4"), "size must be an integer, got '4'"),
+        (lambda: layouts.balanced(tw.causal(), 8, 2, chunk=1.5), "chunk must be an integer"),
+        (lambda: layouts.balanced(tw.causal(), 8, 2, batch=-1), "batch must be an integer >= 0"),
+        (lambda: layouts.zigzag(8, 2).positions("0"), r"rank must be in \[0, 2\), got 0"),
+        (lambda: layouts.zigzag(8, 2).shard([1], 0), "shard: x must be a tensor, got list"),
+        (lambda: layouts.zigzag(8, 2).shard(torch.ones(8), 0), "dim must be one of x's 1, got 1"),
+        (lambda: layouts.zigzag(8, 2).join(torch.ones(2, 4)), "2 shards in a list, got Tensor"),
         (lambda: layouts.zigzag(16, 1).areas("x"), "areas: mask must be a tilewise Mask, got str"),
     ],
 )
@@ -328,6 +339,21 @@ def test_what_is_no_size_rank_or_mask_is_said(call: Callable[[], Any], words: st
 # ---------------------------------------------------------------- documents dealt chunk by chunk
 
 
+def seen_by(calls: Sequence[Call], M: int, N: int) -> torch.Tensor:
+    """What calls of packed sequences let M queries see of N keys; no two of them the same."""
+    seen = torch.zeros(M, N, dtype=torch.bool)
+    for call in calls:
+        assert call.edges is not None
+        q_edges, k_edges = (x.tolist() for x in call.edges)
+        assert (q_edges[-1], k_edges[-1]) == (call.q1 - call.q0, call.k1 - call.k0)
+        for (m0, m1), (n0, n1) in zip(pairwise(q_edges), pairwise(k_edges), strict=True):
+            inner = call.mask.dense(1, 1, m1 - m0, n1 - n0)[0, 0]
+            target = seen[call.q0 + m0 : call.q0 + m1, call.k0 + n0 : call.k0 + n1]
+            assert not bool((target & inner).any())
+            target |= inner
+    return seen
+
+
 @pytest.mark.parametrize("mask", (tw.causal, tw.full))
 @pytest.mark.parametrize("ranks", (2, 3))
 def test_documents_in_chunks_are_packed_sequences(ranks: int, mask: Callable[[], tw.Mask]) -> None:
@@ -335,20 +361,45 @@ def test_documents_in_chunks_are_packed_sequences(ranks: int, mask: Callable[[],
     edges = [0, 40, 41, 90, 130]
     layout, whole = document_zigzag(edges, ranks, 140), mask() & tw.documents(edges)
     request = Request(1, 1, False, torch.device("cpu"))
-    packed = 0
     for rank in range(ranks):
         plan = make_plan(whole, layout, rank, request)
         for source, calls in enumerate(plan.calls):
             rows, columns = layout.positions(rank), layout.positions(source)
             want = whole.dense(1, 1, 140, 140)[0, 0][rows][:, columns]
-            got = torch.zeros_like(want)
-            for call in calls:
-                assert call.edges is not None
-                packed += 1
-                q_edges, k_edges = (x.tolist() for x in call.edges)
-                assert (q_edges[-1], k_edges[-1]) == (call.q1 - call.q0, call.k1 - call.k0)
-                for (m0, m1), (n0, n1) in zip(pairwise(q_edges), pairwise(k_edges), strict=True):
-                    inner = call.mask.dense(1, 1, m1 - m0, n1 - n0)[0, 0]
-                    got[call.q0 + m0 : call.q0 + m1, call.k0 + n0 : call.k0 + n1] = inner
-            assert torch.equal(got, want)
-    assert packed == ranks**2
+            assert len(calls) == 1 and torch.equal(seen_by(calls, *want.shape), want)
+
+
+@pytest.mark.parametrize("mask", (tw.causal, tw.full))
+@pytest.mark.parametrize("ranks", (2, 3))
+def test_chunks_of_many_documents_meet_all_keys_in_packed_calls(
+    ranks: int, mask: Callable[[], tw.Mask]
+) -> None:
+    """Not in one with a table, which is slow; two, since both chunks of a document see its keys."""
+    edges = [0, 40, 41, 90, 130, 170, 180, 260, 300]
+    layout, whole = document_zigzag(edges, ranks, 310), mask() & tw.documents(edges)
+    request = Request(1, 1, False, torch.device("cpu"))
+    for rank in range(ranks):
+        calls = make_plan(whole, layout, rank, request, gathers=True).whole
+        want = whole.dense(1, 1, 310, 310)[0, 0][layout.positions(rank)]
+        # Where all is seen, both chunks see the same.
+        assert len(calls) <= (2 if mask is tw.causal else 1)
+        assert torch.equal(seen_by(calls, *want.shape), want)
+
+
+def test_rows_that_would_take_many_packed_calls_take_a_table() -> None:
+    """Every second row, and keys that grow by none or by three."""
+    layout = layouts.striped(200, 2)
+    whole = tw.intervals(*(x.reshape(1, 1, 200, 1) for x in spread_bounds(200)))
+    request = Request(1, 1, False, torch.device("cpu"))
+    (call,) = make_plan(whole, layout, 0, request, gathers=True).whole
+    assert call.edges is None
+    want = whole.dense(1, 1, 200, 200)[0, 0][layout.positions(0)]
+    got = torch.zeros_like(want)
+    inner = call.mask.dense(1, 1, call.q1 - call.q0, call.k1 - call.k0)[0, 0]
+    got[call.q0 : call.q1, call.k0 : call.k1] = inner
+    assert torch.equal(got, want)
+
+
+def spread_bounds(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    at = torch.arange(size, dtype=torch.int32)
+    return torch.zeros_like(at), (at // 7 * 7 + 1).clamp(max=size)

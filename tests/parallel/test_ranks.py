@@ -92,6 +92,7 @@ DIFFERENCES = {
     "heads": "q",
     "layout": "layout",
     "gradient": "q",
+    "grad mode": "grad mode",
     "sinks": "sinks",
 }
 
@@ -105,6 +106,62 @@ def test_ranks_that_disagree_are_told_so(what: str) -> None:
     ) as caught:
         RANKS.run(3, jobs.differing, way, what)
     assert caught.value.kinds == dict.fromkeys(range(3), "ValueError")
+
+
+@pytest.mark.parametrize(
+    ("odd", "kind", "words"),
+    [
+        ({"bias": [1.0]}, "ValueError", "bias must be a tensor, got list"),
+        ({"sinks": 1.0}, "ValueError", "sinks must be a tensor, got float"),
+        ({"q": None}, "ValueError", "q must be a tensor, got NoneType"),
+        ({"schedule": ["ring"]}, "ValueError", "schedule must be one of auto, ring"),
+        ({"scale": [1.0]}, "ValueError", "scale must be a number"),
+        ({"backend": ["tiled"]}, "ValueError", "backend must be one of auto"),
+        ({"out_dtype": "fp32"}, "ValueError", "out_dtype must be one of float16"),
+        ({"mask": tw.from_function(jobs.raises_what_it_likes)}, "KeyError", "KeyError: "),
+        ({"mask": tw.from_function(jobs.of_another_shape)}, "ValueError", r"3, 3\]"),
+    ],
+)
+def test_whatever_one_rank_passes_no_other_waits(odd: Any, kind: str, words: str) -> None:
+    with pytest.raises(RankError, match=f"rank 1 of this call failed: .*{words}") as caught:
+        RANKS.run(2, jobs.odd_one_out, Way("ring", zigzag(9, 2)), odd)
+    assert caught.value.kinds == {0: "RuntimeError", 1: kind}
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"k": None}, "k must be a tensor, got NoneType"),
+        ({"backend": "cuda"}, "backend must be one of auto"),
+        ({"alibi_slopes": [1.0]}, "alibi_slopes must be a tensor, got list"),
+    ],
+)
+def test_whatever_one_rank_decodes_no_other_waits(odd: Any, words: str) -> None:
+    with pytest.raises(RankError, match=f"rank 1 of this call failed: .*{words}") as caught:
+        RANKS.run(2, jobs.odd_decode, zigzag(9, 2), odd)
+    assert caught.value.kinds == {0: "RuntimeError", 1: "ValueError"}
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"x": None}, "x must be a tensor, got NoneType"),
+        ({"x": torch.zeros(2, 5, 3)}, r"rank 1 holds 4 tokens, got \[2, 5, 3\] along dim 1"),
+        ({"layout": zigzag(9, 3)}, "the layout is for 3 ranks"),
+        ({"layout": 9}, "layout must be a Layout, got int"),
+        ({"dim": 3}, "dim must be one of x's 3, got 3"),
+    ],
+)
+def test_whatever_one_rank_unshards_no_other_waits(odd: Any, words: str) -> None:
+    with pytest.raises(RankError, match=f"rank 1 of this call failed: .*{words}") as caught:
+        RANKS.run(2, jobs.odd_unshard, zigzag(9, 2), odd)
+    assert caught.value.kinds == {0: "RuntimeError", 1: "ValueError"}
+
+
+def test_ranks_that_unshard_differently_are_told_so() -> None:
+    odd = {"x": torch.zeros(2, 4, 3, dtype=torch.float64)}
+    with pytest.raises(RankError, match="unshard: ranks disagree on x: rank 0 has"):
+        RANKS.run(2, jobs.odd_unshard, zigzag(9, 2), odd)
 
 
 def test_one_rank_s_mistake_is_told_to_all() -> None:
@@ -125,6 +182,7 @@ def test_one_rank_s_mistake_is_told_to_all() -> None:
         ({"bias": torch.zeros(3, 5)}, "ValueError", "bias must broadcast"),
         ({"schedule": "ulysses", "bias": torch.zeros(4, 12)}, "NotImplementedError", "bias"),
         ({"dropout_p": 1.5}, "ValueError", "dropout_p"),
+        ({"group": "world"}, "ValueError", "group must be a process group .* got 'world'"),
         ({"mask": tw.key_padding([1, 2])}, "ValueError", "entries"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tools import gpu_test
 
@@ -225,3 +226,17 @@ def test_what_must_be_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(gpu_test, "_is_installed", lambda module, name=name: module != name)
         assert gpu_test._describe_missing().startswith(f"gpu-test: {name} must be installed")
     assert len(gpu_test.NEEDED) + len(("torch", "triton")) == len(re.findall(r"[\w-]+", asked)) - 1
+
+
+def test_every_case_of_an_op_is_verified_in_one_of_its_parts() -> None:
+    from tilewise.catalog import OPS
+    from tilewise.cli.options import DTYPES
+
+    for op in OPS:
+        parts = gpu_test.find_parts(op)
+        assert {dtype for dtype, _ in parts} == set(DTYPES)
+        for dtype in DTYPES:
+            of = [part for name, part in parts if name == dtype]
+            assert of == [f"{i}/{len(of)}" for i in range(1, len(of) + 1)]
+            n_cases = len(list(op.load("cases")(op.name, torch.float32, torch.device("cpu"))))
+            assert -(-n_cases // len(of)) <= 12

@@ -22,6 +22,7 @@ from .options import (
 if TYPE_CHECKING:
     import torch
 
+    from ..bench.gpu.resume import Stored
     from ..bench.gpu.run import Request as GpuRequest
     from ..bench.gpu.run import Result as GpuResult
     from ..bench.harness import Row
@@ -73,6 +74,11 @@ def add_command(commands: Any) -> None:
         metavar="FILE",
         help="store the run as JSON; in a folder, under the name of the device and the date",
     )
+    parser.add_argument(
+        "--resume",
+        metavar="FILE",
+        help="GPU: go on with this stored run, without the cases that it has, and store it there",
+    )
     add_device(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -81,6 +87,8 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     device = read_device(COMMAND, arguments.device)
     set_threads(COMMAND, arguments.threads)
+    if arguments.what is not None:
+        refuse_others(f"{COMMAND} {arguments.what}", arguments, ("resume",))
     if arguments.what == "parallel":
         from . import bench_parallel
 
@@ -106,7 +114,7 @@ def _run_on_cpu(arguments: argparse.Namespace, device: torch.device) -> int:
     from ..bench.run import run as run_bench
     from . import console
 
-    for name in ("backend", "minutes", "without"):
+    for name in ("backend", "minutes", "without", "resume"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"{COMMAND}: --{name} is for a run on a GPU; the device is {device}.")
     grids = read_grids(arguments.grid, GRIDS)
@@ -127,6 +135,7 @@ def _run_on_cpu(arguments: argparse.Namespace, device: torch.device) -> int:
 def _run_on_gpu(arguments: argparse.Namespace, device: torch.device) -> int:
     from ..bench.gpu.grids import GPU_GRIDS
     from ..bench.gpu.meter import CudaMeter
+    from ..bench.gpu.resume import ResumeError
     from ..bench.gpu.run import File, Request
     from ..bench.gpu.run import run as run_bench
     from . import console
@@ -139,10 +148,13 @@ def _run_on_gpu(arguments: argparse.Namespace, device: torch.device) -> int:
     request: GpuRequest = Request(
         device, grids, backends, lengths, dtypes, arguments.quick, minutes, without
     )
-    output = read_stored(COMMAND, arguments.output, device)
+    stored, output = _read_resumed(arguments, device)
     store = (lambda result: None) if output is None else File(output)
     with console.open_progress() as progress:
-        result = run_bench(request, progress, CudaMeter(device), store=store)
+        try:
+            result = run_bench(request, progress, CudaMeter(device), store=store, stored=stored)
+        except ResumeError as error:
+            raise UsageError(f"{COMMAND}: {error}") from None
     if arguments.json:
         console.print_json({"command": "bench", **result.as_json()})
     else:
@@ -151,6 +163,22 @@ def _run_on_gpu(arguments: argparse.Namespace, device: torch.device) -> int:
 
 
 # ---------------------------------------------------------------- arguments
+
+
+def _read_resumed(
+    arguments: argparse.Namespace, device: torch.device
+) -> tuple[Stored | None, Path | None]:
+    """The run to go on with, if any, and where this one is stored."""
+    if arguments.resume is None:
+        return None, read_stored(COMMAND, arguments.output, device)
+    if arguments.output is not None:
+        raise UsageError(f"{COMMAND}: --resume stores where it reads; leave --output away.")
+    from ..bench.gpu.resume import ResumeError, read_run
+
+    try:
+        return read_run(Path(arguments.resume)), read_output(COMMAND, arguments.resume)
+    except ResumeError as error:
+        raise UsageError(f"{COMMAND}: {error}") from None
 
 
 def read_grids(text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:

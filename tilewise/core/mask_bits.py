@@ -143,6 +143,14 @@ def _call_predicate(fn: Predicate, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -
     return seen.reshape((1,) * (4 - seen.dim()) + tuple(seen.shape)) if seen.dim() < 4 else seen
 
 
+def _check_seen(seen: Tensor, sizes: tuple[int, ...]) -> None:
+    if any(have not in (1, want) for have, want in zip(seen.shape, sizes, strict=True)):
+        raise ValueError(
+            "from_function: the predicate must return a tensor that broadcasts over (b, h, m, n), "
+            f"{list(sizes)} here, got {list(seen.shape)}."
+        )
+
+
 # A predicate is evaluated on strips of BIT_TILE queries, at most this many elements at once.
 _STRIP_ELEMENTS = 1 << 24
 
@@ -161,6 +169,7 @@ def _evaluate(fn: Predicate, B: int, H: int, M: int, N: int, device: torch.devic
         for col in range(0, N, width):
             j = torch.arange(col, min(N, col + width), device=device)
             seen = _call_predicate(fn, b, h, i.reshape(1, 1, -1, 1), j.reshape(1, 1, 1, -1))
+            _check_seen(seen, (B, H, i.numel(), j.numel()))
             seen = seen.expand(seen.shape[0], seen.shape[1], i.numel(), j.numel())
             kind, bits = _pack_strip(seen, sum(w.shape[0] for w in words))
             kinds.append(kind)

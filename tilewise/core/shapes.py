@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,32 @@ def accumulator_of(dtype: torch.dtype) -> torch.dtype:
 
 def is_integer(x: object) -> bool:
     """Whether x is a whole number: an int, a compiled call's symbol, or another library's."""
-    return isinstance(x, (int, torch.SymInt)) or hasattr(x, "__index__")
+    if isinstance(x, (int, torch.SymInt)):
+        return True
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and not (x.is_floating_point() or x.is_complex())
+    # An array of another library has an __index__ too, which raises where it holds several.
+    return hasattr(x, "__index__") and getattr(x, "size", 1) == 1
+
+
+def check_number(op: str, name: str, x: Any) -> None:
+    """Of an argument that kernels take as a plain number.
+
+    Raises: ValueError for what is no number, and for one that wants a gradient, which it would
+        silently not get.
+    """
+    if not torch.compiler.is_compiling() and not hasattr(x, "__float__"):
+        raise ValueError(f"{op}: {name} must be a number, got {x!r}.")
+    if not isinstance(x, Tensor):
+        return
+    if x.numel() != 1:
+        raise ValueError(f"{op}: {name} must be a number, got {list(x.shape)}.")
+    if x.requires_grad and torch.is_grad_enabled():
+        advice = "; to learn it, multiply q by it" if name == "scale" else ""
+        raise ValueError(
+            f"{op}: {name} must be a number, got a tensor that requires a gradient, "
+            f"of which there is none{advice}."
+        )
 
 
 def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) -> dict[str, int]:
@@ -124,6 +151,14 @@ def check_head_ratio(op: str, H: int, G: int, more: str, fewer: str) -> None:
         raise ValueError(
             f"{op}: {more} must be a multiple of {fewer} and not 0, got H = {H} and G = {G}."
         )
+
+
+def is_read(index: Tensor) -> bool:
+    """Whether what an index tensor holds is checked: on the CPU, elsewhere if TILEWISE_CHECK=1,
+    which waits for the GPU."""
+    if torch.compiler.is_compiling():
+        return False
+    return index.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"
 
 
 def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, stored: int) -> None:

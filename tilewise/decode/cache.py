@@ -126,7 +126,7 @@ class KVCache:
         *,
         page_size: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> KVCache:
         """An empty cache for B sequences of up to `capacity` tokens.
 
@@ -135,6 +135,7 @@ class KVCache:
             page_size: pages of so many slots, dealt to the sequences in order; contiguous when
                 None.
             dtype: of keys and values. A float8 cache gets a scale for each token and head.
+            device: torch's default one when None.
         Raises: ValueError for sizes and dtypes that no cache has.
         """
         E = D if E is None else E
@@ -170,7 +171,7 @@ class KVCache:
         rope_dim: int = 64,
         page_size: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> KVCache:
         """An empty latent cache (MLA): keys `[latent, rotated]` of one head, values their latent.
 

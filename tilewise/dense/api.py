@@ -22,13 +22,18 @@ from ..core.partials import Partial
 from ..core.philox import draw_rng
 from ..core.shapes import accumulator_of, check_same_device, check_shapes
 from . import torch_flash, warm
-from .checks import PLACEMENT, check_are_tensors, check_buffers, check_call
+from .checks import (
+    PLACEMENT,
+    check_are_tensors,
+    check_buffers,
+    check_call,
+    check_out_dtype,
+)
 from .choice import BACKENDS, choose, explain
 from .ops import Arguments, Attention, check_contents, dtype_for_backward
 from .piece import Piece
 
 _FULL = full()
-_OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def attention(
@@ -398,15 +403,19 @@ def _attend(
     *,
     is_partial: bool = False,
 ) -> Partial:
+    q, k, v = under_autocast(q, k, v)
     key, learns = None, False
-    if not placement and not torch.compiler.is_compiling() and backend in warm.BACKENDS:
+    if not torch.compiler.is_compiling() and backend in warm.BACKENDS:
         learns = _learns(q, k, v)
-        key = warm.key_of(q, k, v, mask, terms, out_dtype, backend, learns)
+        key = warm.key_of(q, k, v, mask, terms, placement, out_dtype, backend, learns)
         found = warm.find(key)
-        if found is not None and learns:
-            return _run_warm(q, k, v, found, out_dtype or q.dtype, is_partial)
         if found is not None:
-            return Partial(*found.forward.run(q, k, v))
+            packing = warm.packing_of(placement)
+            if not learns:
+                return Partial(*found.run(q, k, v, packing))
+            run: Any = Attention.apply
+            rest = (packing, out_dtype or q.dtype, is_partial, found)
+            return Partial(*run(q, k, v, None, None, None, *rest))
     check_are_tensors(op, {"q": q, "k": k, "v": v})
     if _is_distributed(q, k, v):
         from .sharded import attend_sharded
@@ -419,12 +428,9 @@ def _attend(
             )
 
         return attend_sharded(op, run_local, q, k, v, mask, terms, placement)
-    q, k, v = under_autocast(q, k, v)
     arguments = check_call(op, q, k, v, mask, terms, placement)
     out_dtype = q.dtype if out_dtype is None else out_dtype
-    if out_dtype not in _OUT_DTYPES:
-        names = ", ".join(str(x).removeprefix("torch.") for x in _OUT_DTYPES)
-        raise ValueError(f"{op}: out_dtype must be one of {names}, got {out_dtype!r}.")
+    check_out_dtype(op, out_dtype)
     name = _settle(op, backend, Piece(q, k, v, mask, arguments.positions(q, k), arguments.terms))
     if terms["dropout_p"] > 0.0:
         arguments = arguments._replace(rng=draw_rng(q.device))
@@ -482,15 +488,6 @@ def is_transformed() -> bool:
     torch.compile cannot trace a yes (2.11 to 2.14) and raises: traced, the gradient would be lost.
     """
     return torch._C._functorch.maybe_current_level() is not None
-
-
-def _run_warm(
-    q: Tensor, k: Tensor, v: Tensor, found: warm.Warm, out_dtype: torch.dtype, is_partial: bool
-) -> Partial:
-    """Run a call that learns and is like one before it."""
-    run: Any = Attention.apply
-    rest = found.arguments[3:]
-    return Partial(*run(q, k, v, None, None, None, rest, out_dtype, is_partial, found))
 
 
 def _distinct(

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ..core.mask import Mask
 from ..core.shapes import (
+    COMPUTE_DTYPES,
     check_broadcastable,
     check_head_dims,
     check_head_ratio,
+    check_number,
     check_same_device,
     check_same_dtype,
     check_shapes,
@@ -20,6 +22,7 @@ from ..core.shapes import (
 )
 from .choice import torch_wants_determinism
 from .ops import Arguments
+from .piece import LENGTHS
 
 # Arguments that say where queries and keys are stored and stand.
 PLACEMENT = (
@@ -95,6 +98,17 @@ def check_are_tensors(op: str, tensors: dict[str, Any]) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
+        if tensor.is_nested:
+            raise NotImplementedError(
+                f"{op}: {name} must be a plain tensor, got a nested one; attention_varlen takes "
+                "its values() as packed tokens and its offsets() as cu_seqlens."
+            )
+
+
+def check_out_dtype(op: str, out_dtype: torch.dtype) -> None:
+    if out_dtype not in COMPUTE_DTYPES:
+        names = ", ".join(str(x).removeprefix("torch.") for x in COMPUTE_DTYPES)
+        raise ValueError(f"{op}: out_dtype must be one of {names}, got {out_dtype!r}.")
 
 
 def check_buffers(op: str, buffers: dict[str, Any], inputs: dict[str, Tensor]) -> None:
@@ -122,8 +136,7 @@ def _check_tensors(
     op: str, q: Tensor, k: Tensor, v: Tensor, terms: dict[str, Any], placement: dict[str, Any]
 ) -> dict[str, int]:
     tensors = {"q": q, "k": k, "v": v}
-    lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-    tensors |= {name: placement[name] for name in lengths if placement.get(name) is not None}
+    tensors |= {name: placement[name] for name in LENGTHS if placement.get(name) is not None}
     if placement.get("cu_seqlens_k") is not None and "cu_seqlens_q" not in tensors:
         raise ValueError(f"{op}: cu_seqlens_k needs cu_seqlens_q, got None.")
     named = {name: terms[name] for name in ("alibi_slopes", "bias", "sinks")}
@@ -136,7 +149,7 @@ def _check_tensors(
         check_shapes(op, tensors, cu_seqlens_q="B+1", cu_seqlens_k="B+1")
     else:
         dims = check_shapes(op, tensors, q="B M H D", k="B N G D", v="B N G E")
-    for name in lengths:
+    for name in LENGTHS:
         if name in tensors and tensors[name].dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{op}: {name} must be int32 or int64, got {tensors[name].dtype}.")
         if name in tensors and name.startswith("seqused"):
@@ -171,12 +184,13 @@ def _check_per_batch(op: str, name: str, tensor: Tensor, B: int) -> None:
 
 def check_numbers(op: str, scale: float, softcap: float | None, dropout_p: float = 0.0) -> None:
     """Of scores and dropout, as kernels can hold them."""
-    numbers = {"scale": scale, "softcap": softcap or 1.0, "dropout_p": dropout_p}
+    numbers = {
+        "scale": scale,
+        "softcap": 1.0 if softcap is None else softcap,
+        "dropout_p": dropout_p,
+    }
     for name, x in numbers.items():
-        if not torch.compiler.is_compiling() and not hasattr(x, "__float__"):
-            raise ValueError(f"{op}: {name} must be a number, got {x!r}.")
-        if isinstance(x, Tensor) and x.numel() != 1:
-            raise ValueError(f"{op}: {name} must be a number, got {list(x.shape)}.")
+        check_number(op, name, x)
     # Comparisons, not math.isfinite: torch.compile may hold these as symbols.
     # Both are fp32 numbers in the kernels: what fp32 cannot hold is refused, not rounded to inf.
     largest, smallest = 1e38, 1e-37
@@ -213,7 +227,7 @@ def _check_bias(op: str, bias: Tensor, dims: dict[str, int], placement: dict[str
 
 def _check_max_seqlens(op: str, placement: dict[str, Any]) -> list[int]:
     given = [placement.get("max_seqlen_q"), placement.get("max_seqlen_k")]
-    if given == [None, None]:
+    if all(value is None for value in given):
         return []
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
         if value is not None and (not is_integer(value) or value < 0):

@@ -35,29 +35,30 @@ from ..kernels.gluon import (
     mbarrier,
     sync_partition,
     tma_reduce_add,
-    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from ..kernels.placement import PACKED
 from .hopper_backward_common import (
     BLOCK_M,
     Descriptors,
-    accumulator,
-    block_of,
+    find_tile,
     find_work,
-    issue_transposed,
-    left_operand,
     load_partition,
-    locate,
+    next_block,
+    number_of,
     probabilities,
     sequence_of,
-    store_rows,
-    tile_at,
 )
 from .hopper_producer import ROWS
+from .hopper_products import (
+    accumulator,
+    issue_product,
+    left_operand,
+    store_result,
+    tile_at,
+)
 
 BLOCK_N = gl.constexpr(128)
 _N_CONSUMERS = gl.constexpr(2)
@@ -112,10 +113,14 @@ def _mma_partition(
     k_own = _own_keys(memory.k, 0, ID, DIM, BUILD)
     v_own = _own_keys(memory.v, 0, ID, VALUE_DIM, BUILD)
     mbarrier.wait(memory.q_full.index(0), 0)
-    s = issue_transposed(k_own, memory.q, 0, DIM)
+    s = issue_product(k_own, memory.q, 0, DIM)
     s = warpgroup_mma_wait(0, [s])
+    head, i = 0, 0
     for j in range(work.n_all):
-        s, dk, dv = _visit(s, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, ID, BUILD)
+        s, dk, dv = _visit(
+            s, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i, ID, BUILD
+        )
+        head, i = next_block(work, head, i)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
     # The dO that nobody used has to land while this memory is still the program's.
     mbarrier.wait(memory.do_full.index(work.n_all % BUILD.slots), (work.n_all // BUILD.slots) & 1)
@@ -124,37 +129,21 @@ def _mma_partition(
     seq, n0 = sequence_of(call, tile, BUILD)
     at = [seq.batch, tile.kv_head, seq.k_first + n0 + ID * ROWS, 0]
     n_rows = seq.k_stored - n0 - ID * ROWS
-    if BUILD.is_added:
-        store_rows(dk_out, at, dk, n_rows, BUILD.columns, DIM, True)
-        store_rows(dv_out, at, dv, n_rows, BUILD.value_columns, VALUE_DIM, True)
-    elif BUILD.place >= PACKED:
-        # TMA does not know where a document ends.
-        if n_rows >= ROWS:
-            _store_tiles(descs, memory, at, dk, dv, ID, BUILD)
-        else:
-            store_rows(dk_out, at, dk, n_rows, BUILD.columns, DIM, False)
-            store_rows(dv_out, at, dv, n_rows, BUILD.value_columns, VALUE_DIM, False)
-    else:
-        _store_tiles(descs, memory, at, dk, dv, ID, BUILD)
+    store_result(
+        descs.dv, memory.v, ID, dv_out, at, dv, 0, n_rows,
+        BUILD.value_columns, VALUE_DIM, VALUE_DIM, BUILD,
+    )  # fmt: skip
+    mbarrier.wait(memory.keys_free.index(0), 0)
+    store_result(
+        descs.dk, memory.k, ID, dk_out, at, dk, 0, n_rows, BUILD.columns, DIM, DIM, BUILD
+    )  # fmt: skip
     # Shared memory stays until all of it has left.
     tma_store_wait(0)
 
 
 @gluon.jit
-def _store_tiles(descs, memory, at, dk, dv, ID: gl.constexpr, BUILD: gl.constexpr):
-    """dK and dV by way of where K and V were, cut by TMA where storage ends."""
-    tile_at(memory.v, ID, ROWS, BUILD.value_dim).store(dv.to(memory.v.dtype))
-    mbarrier.wait(memory.keys_free.index(0), 0)
-    tile_at(memory.k, ID, ROWS, BUILD.dim).store(dk.to(memory.k.dtype))
-    fence_async_shared()
-    sync_partition()
-    tma_store(descs.dv, at, memory.v.index(ID))
-    tma_store(descs.dk, at, memory.k.index(ID))
-
-
-@gluon.jit
 def _visit(
-    s, dk, dv, k_own, v_own, descs, memory, call, tile, work, j,
+    s, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i,
     ID: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
     """One block of rows. s: its scores. Returns: the scores of the next one, dk, dv."""
@@ -165,16 +154,15 @@ def _visit(
     slot, phase = j % BUILD.slots, (j // BUILD.slots) & 1
     half = j & 1
     zero = j >> 30
-    _, _, number = block_of(work, j)
     if not BUILD.keeps_keys:
         v_own = _own_keys(memory.v, zero, ID, VALUE_DIM, BUILD)
         k_own = _own_keys(memory.k, zero, ID, DIM, BUILD)
     mbarrier.wait(memory.do_full.index(slot), phase)
-    dp = issue_transposed(v_own, memory.dout, slot, VALUE_DIM)
+    dp = issue_product(v_own, memory.dout, slot, VALUE_DIM)
     of_rows = memory.rows.index(slot)
     COLUMN: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_M))
     lse = load_columns(of_rows, 0, BLOCK_M, COLUMN)
-    p, p_inner = probabilities(s, lse, call, tile, work, j, ID, BUILD)
+    p, p_inner = probabilities(s, lse, call, tile, work, head, i, ID, BUILD)
     left = gl.convert_layout(p.to(DTYPE), left_operand(VALUE_DIM))
     dv = warpgroup_mma(left, tile_at(memory.dout, slot, BLOCK_M, VALUE_DIM), dv, is_async=True)
     delta = load_columns(of_rows, BLOCK_M, BLOCK_M, COLUMN)
@@ -197,18 +185,18 @@ def _visit(
         mbarrier.wait(next_full, next_phase)
         dk, dv = warpgroup_mma_wait(2, [dk, dv])
         dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
-        s = issue_transposed(k_own, memory.q, next_slot, DIM)
+        s = issue_product(k_own, memory.q, next_slot, DIM)
         dq, dk, dv = warpgroup_mma_wait(1, [dq, dk, dv])
         dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
         memory.dq.index(ID).store(_in_registers_order(dq, COLUMNS))
         fence_async_shared()
         sync_partition()
         mbarrier.arrive(memory.empty.index(slot), count=1)
-        at = (number * _N_CONSUMERS + ID) * (ROWS * COLUMNS // BUFFER_COLUMNS)
+        at = (number_of(work, head, i) * _N_CONSUMERS + ID) * (ROWS * COLUMNS // BUFFER_COLUMNS)
         tma_reduce_add(descs.dq, [at, 0], memory.dq.index(ID))
     else:
         mbarrier.wait(next_full, next_phase)
-        s = issue_transposed(k_own, memory.q, next_slot, DIM)
+        s = issue_product(k_own, memory.q, next_slot, DIM)
         dk, dv = warpgroup_mma_wait(1, [dk, dv])
         dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
         mbarrier.arrive(memory.empty.index(slot), count=1)
@@ -243,7 +231,7 @@ def _attention_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc, dk, dv, call,
     heads, BUILD: gl.constexpr,
 ):  # fmt: skip
-    tile = locate(call, heads, BUILD)
+    tile = find_tile(call, heads, BUILD)
     descs = Descriptors(q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc)
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim

@@ -21,7 +21,7 @@ from . import (
 )
 from .hopper_backward_common import BackwardBuild, Heads
 from .hopper_call import L2_BYTES
-from .hopper_config import backward_config, query_config, tile_dim
+from .hopper_config import backward_config, product_dim, query_config, tile_dim
 from .hopper_descriptors import describe_numbers, describe_tiles, spread
 from .hopper_producer import SpanBuild
 from .hopper_query_backward import Numbers, Outputs, QueryBuild
@@ -47,7 +47,7 @@ def attention_gradients(
     inputs = (call.piece.q, call.piece.k, call.piece.v)
     gradients = [new_rows(x.shape, x.dtype, x.device) for x in inputs]
     dlse = None if dlse is None else contiguous_statistics(dlse)
-    # All there is in the gradient of a sink is delta, which `out` is too rounded for.
+    # All there is in the gradient of a sink is delta, for which P in `out` is too rounded.
     sums = torch.empty_like(lse) if wanted[2] else None
     _Backward(call, dout, gradients, sums=sums).run(align_rows(out), lse, dlse)
     extras = [lse.new_empty(0) for _ in range(3)]
@@ -96,6 +96,7 @@ class _Backward:
         self._q, self._k, self._v = (spread(x) for x in call.tensors)
         self._dout = spread(align_rows(dout.to(call.piece.q.dtype)))
         self._dims = tile_dim(call.piece.q.shape[-1]), tile_dim(call.piece.v.shape[-1])
+        self._widths = product_dim(call.piece.q.shape[-1]), product_dim(call.piece.v.shape[-1])
         self._config = backward_config(*self._dims)
         self._is_wide = max(self._dims) > _WIDEST_OF_ONE_PASS
         # Where dQ is added up by whoever comes, its rows have no owner.
@@ -143,7 +144,7 @@ class _Backward:
         # What is added to is read and written by rows.
         by_tma = (self._k, self._v) if self._is_added else (self._dk, self._dv)
         build = BackwardBuild(
-            dim, value_dim, call.place_kind, SpanBuild(call.mask_kind, _M, block_n),
+            dim, value_dim, *self._widths, call.place_kind, SpanBuild(call.mask_kind, _M, block_n),
             call.is_folded, terms.softcap is not None, terms.alibi_slopes is not None,
             self._is_one_pass, config.slots, config.keeps_keys, config.takes_turns,
             config.registers,
@@ -208,7 +209,8 @@ class _Backward:
         block_m, block_n = config.launch[:2]
         assert band is not None
         build = QueryBuild(
-            dim, value_dim, call.place_kind, SpanBuild(call.mask_kind, block_m, block_n),
+            dim, value_dim, *self._widths, call.place_kind,
+            SpanBuild(call.mask_kind, block_m, block_n),
             SpanBuild(call.mask_kind, _ROWS, block_n),
             band.left < UNBOUNDED or band.lows is not None,
             call.is_folded, terms.softcap is not None, terms.alibi_slopes is not None,

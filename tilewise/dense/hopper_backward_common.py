@@ -18,15 +18,19 @@ from ..kernels.gluon import (
     subtract_distance,
     tanh_fast,
     tma_load,
-    warpgroup_mma,
 )
 from ..kernels.masks import row_span
-from ..kernels.placement import FIELDS, FIRST_K_TILE, FIRST_Q_TILE, PACKED, sequence_at
+from ..kernels.placement import FIELDS, FIRST_K_TILE, FIRST_Q_TILE, PACKED
 from ..kernels.scores import load_slope
 from ..kernels.softmax import LOG2_E
 from ..kernels.structs import decode
-from ..kernels.tiles import row_base
-from .hopper_producer import ROWS, SpanBuild, clear_rows, find_sequence, order_of
+from .hopper_fresh import fresh_number, fresh_sequence
+from .hopper_producer import (
+    ROWS,
+    SpanBuild,
+    clear_rows,
+    locate,
+)
 
 BLOCK_M = gl.constexpr(64)
 
@@ -34,17 +38,19 @@ BLOCK_M = gl.constexpr(64)
 class BackwardBuild(NamedTuple):
     """What a kernel is compiled for.
 
-    dim, value_dim: as tiles hold them. place: see `placement.py`. span: of a tile of keys.
-    is_folded: a score is nothing but the scaled product. is_capped, has_slopes: there is a softcap,
-    there are slopes. has_dq: dQ is added up in the same pass. slots: blocks of rows in flight.
-    keeps_keys: K and V stay in registers as left operands. takes_turns: groups issue their
-    products one after the other. registers: of consumers, of the producer. columns, value_columns:
-    of dK and dV in memory, where they are not stored by TMA. is_added: dK and dV are added to fp32
-    tensors.
+    dim, value_dim: as tiles hold them. width, value_width: of which products are made. place: see
+    `placement.py`. span: of a tile of keys. is_folded: a score is nothing but the scaled product.
+    is_capped, has_slopes: there is a softcap, there are slopes. has_dq: dQ is added up in the same
+    pass. slots: blocks of rows in flight. keeps_keys: K and V stay in registers as left operands.
+    takes_turns: groups issue their products one after the other. registers: of consumers, of the
+    producer. columns, value_columns: of dK and dV in memory, where they are not stored by TMA.
+    is_added: dK and dV are added to fp32 tensors.
     """
 
     dim: int
     value_dim: int
+    width: int
+    value_width: int
     place: int
     span: SpanBuild
     is_folded: bool
@@ -108,25 +114,19 @@ class Work(NamedTuple):
 
 
 @gluon.jit
-def locate(call, heads, BUILD: gl.constexpr):
+def find_tile(call, heads, BUILD: gl.constexpr):
     """A program's tile, before its warps take their roles."""
-    place = call.place
-    n_tiles, n_heads = decode(place.n_tiles), decode(heads.n_heads)
-    head, tile = order_of(gl.program_id(0), n_tiles, n_heads, decode(heads.together))
-    if BUILD.place >= PACKED:
-        index = find_sequence(place, tile, FIRST_K_TILE, 4)
-        first = gl.load(place.table + index.to(gl.int64) * FIELDS + FIRST_K_TILE)
-        return Tile(index, head, tile - first, heads.n_blocks)
-    else:
-        G = decode(place.H) // decode(place.group)
-        return Tile(head // G, head % G, tile, heads.n_blocks)
+    index, kv_head, number = locate(
+        call.place, heads, gl.program_id(0), FIRST_K_TILE, False, 4, BUILD
+    )
+    return Tile(index, kv_head, number, heads.n_blocks)
 
 
 @gluon.jit
 def sequence_of(call, tile, BUILD: gl.constexpr):
     """A program's sequence, and its first key there. Found anew where it is needed: carried around
     the loop, its fields would take registers."""
-    return sequence_at(call.place, tile.index, BUILD.place), tile.number * BUILD.span.block_n
+    return fresh_sequence(call.place, tile.index, BUILD), tile.number * BUILD.span.block_n
 
 
 @gluon.jit
@@ -139,7 +139,7 @@ def find_work(call, tile, BUILD: gl.constexpr):
         first = gl.load(at)
     else:
         first = tile.index * ((seq.q_stored + BLOCK_M - 1) // BLOCK_M)
-    group, blocks_of_head = decode(call.place.group), decode(tile.blocks_of_head)
+    group, blocks_of_head = fresh_number(call.place.group, BUILD), decode(tile.blocks_of_head)
     n_blocks = span.n_whole + span.n_partial
     origin = tile.kv_head * group * blocks_of_head + first + span.begin
     return Work(
@@ -149,12 +149,17 @@ def find_work(call, tile, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def block_of(work, j):
-    """Of a program's block number j: the head in the group, which of the head's blocks it is, and
-    which among all."""
-    head = j // work.n_blocks
-    i = j - head * work.n_blocks
-    return head, i, work.origin + head * work.blocks_of_head + i
+def next_block(work, head, i):
+    """After block i of a head of the group: the same of the block that is visited next. To divide
+    its number would take the time of a product."""
+    is_last = i + 1 == work.n_blocks
+    return head + is_last.to(gl.int32), gl.where(is_last, 0, i + 1)
+
+
+@gluon.jit
+def number_of(work, head, i):
+    """Which block it is among all."""
+    return work.origin + head * work.blocks_of_head + i
 
 
 # ---------------------------------------------------------------- producer
@@ -170,9 +175,9 @@ def load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
     first_key = gl.maximum(seq.low, seq.left)
     last_key = gl.minimum(seq.high, seq.q_used + seq.right)
     n_landed = _load_keys(descs, memory, seq, tile, first_key - n0, last_key - n0, BUILD)
-    first_head = tile.kv_head * decode(call.place.group)
+    first_head = tile.kv_head * fresh_number(call.place.group, BUILD)
+    head, i = 0, 0
     for j in range(work.n_all + 1):
-        head, i, number = block_of(work, gl.maximum(gl.minimum(j, work.n_all - 1), 0))
         slot = j % BUILD.slots
         if j >= BUILD.slots:
             mbarrier.wait(memory.empty.index(slot), (j // BUILD.slots - 1) & 1)
@@ -184,7 +189,7 @@ def load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
         is_cut = is_cut | (m0 < first_row)
         at = [seq.batch, first_head + head, seq.q_first + m0, 0]
         full = memory.q_full.index(slot)
-        rows_at = [number * 2 * BLOCK_M]
+        rows_at = [number_of(work, head, i) * 2 * BLOCK_M]
         if is_cut:
             start, stop = first_row - m0, last_row - m0
             n_landed = land(descs.q, memory.q, memory.landing, at, slot, n_landed)
@@ -202,6 +207,9 @@ def load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
             tma_load(descs.rows, rows_at, full, memory.rows.index(slot))
             mbarrier.expect(memory.do_full.index(slot), descs.dout.block_type.nbytes)
             tma_load(descs.dout, at, memory.do_full.index(slot), memory.dout.index(slot))
+        # The one more that nobody uses is the last again.
+        if j + 1 < work.n_all:
+            head, i = next_block(work, head, i)
 
 
 @gluon.jit
@@ -245,51 +253,33 @@ def land(desc, ring, landing, at, slot, n_landed):
 # ---------------------------------------------------------------- consumers
 
 
-@gluon.constexpr_function
-def accumulator(columns):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def left_operand(columns):
-    return gl.DotOperandLayout(0, accumulator(columns), 2)
+@gluon.jit
+def log2_scores(s, terms, BUILD: gl.constexpr):
+    """Products as scores, but for ALiBi: what they are to be scaled by to be in log2 units, and the
+    derivative of the softcap there."""
+    if BUILD.is_folded:
+        return s, terms.scale, 1.0
+    elif BUILD.is_capped:
+        t = tanh_fast(s * terms.scale)
+        return t * (terms.cap * LOG2_E), 1.0, 1.0 - t * t
+    else:
+        return s * (terms.scale * LOG2_E), 1.0, 1.0
 
 
 @gluon.jit
-def tile_at(ring, slot, ROWS_OF_TILE: gl.constexpr, DIM: gl.constexpr):
-    return ring.index(slot).reshape([ROWS_OF_TILE, DIM])
-
-
-@gluon.jit
-def issue_transposed(left, rows, slot, DIM: gl.constexpr):
-    """64 rows of `left` times those of a slot, `[64, 64]`, on its way."""
-    zero = gl.zeros([ROWS, BLOCK_M], gl.float32, accumulator(BLOCK_M))
-    right = tile_at(rows, slot, BLOCK_M, DIM).permute((1, 0))
-    return warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def probabilities(s, lse, call, tile, work, j, ID: gl.constexpr, BUILD: gl.constexpr):
-    """P of tile ID of the keys and block j of the rows from their products, and P times what dP is
-    to be multiplied by on its way to dS: the softcap's derivative, where there is one."""
-    head, i, _ = block_of(work, j)
+def probabilities(s, lse, call, tile, work, head, i, ID: gl.constexpr, BUILD: gl.constexpr):
+    """P of tile ID of the keys and block i of a head's rows from their products, and P times what
+    dP is to be multiplied by on its way to dS: the softcap's derivative, where there is one."""
     m0 = (work.begin + i) * BLOCK_M
-    scale, derivative = call.terms.scale, 1.0
-    if not BUILD.is_folded:
-        scale = 1.0
-        if BUILD.is_capped:
-            t = tanh_fast(s * call.terms.scale)
-            s, derivative = t * (call.terms.cap * LOG2_E), 1.0 - t * t
-        else:
-            s = s * (call.terms.scale * LOG2_E)
-        if BUILD.has_slopes:
-            seq, n0 = sequence_of(call, tile, BUILD)
-            KEY: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-            n = n0 + ID * ROWS + gl.arange(0, ROWS, layout=KEY)
-            slope = load_slope(call.terms, seq, tile.kv_head * decode(call.place.group) + head)
-            s = subtract_distance(
-                s, (n - seq.shift - m0).to(gl.float32), slope * LOG2_E, ROWS, BLOCK_M
-            )
+    s, scale, derivative = log2_scores(s, call.terms, BUILD)
+    if BUILD.has_slopes:
+        seq, n0 = sequence_of(call, tile, BUILD)
+        KEY: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+        n = n0 + ID * ROWS + gl.arange(0, ROWS, layout=KEY)
+        slope = load_slope(
+            call.terms, seq, tile.kv_head * fresh_number(call.place.group, BUILD) + head
+        )
+        s = subtract_distance(s, (n - seq.shift - m0).to(gl.float32), slope * LOG2_E, ROWS, BLOCK_M)
     if (i < work.head) | (i >= work.head + work.n_whole):
         s = _mask(s, call, tile, m0, ID, BUILD)
     p = exp2_fast(s * scale - lse[None, :])
@@ -308,19 +298,3 @@ def _mask(s, call, tile, m0, ID: gl.constexpr, BUILD: gl.constexpr):
     is_key = (n >= seq.low) & (n < seq.high)
     stop = gl.where(is_key, n - seq.left + 1, 0)
     return mask_columns(s, n - seq.right - m0, stop - m0, True, ROWS, BLOCK_M)
-
-
-@gluon.jit
-def store_rows(
-    out, at, x, n_rows, COLUMNS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr
-):  # fmt: skip
-    """The first n_rows of a consumer's rows; with ADD added to what is there."""
-    LAYOUT: gl.constexpr = x.type.layout
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    cols = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
-    base = row_base(out, at[0], at[2], at[1])
-    ptrs = base + (rows.to(gl.int64) * out.stride_m)[:, None] + cols[None, :]
-    mask = (rows < n_rows)[:, None] & (cols < COLUMNS)[None, :]
-    if ADD:
-        x += gl.load(ptrs, mask=mask, other=0.0)
-    gl.store(ptrs, x.to(out.ptr.dtype.element_ty), mask=mask)

@@ -13,11 +13,11 @@ from ..core.mask import UNBOUNDED
 from ..kernels.launch import compiler_options
 from ..kernels.structs import Operand, Statistics, code
 from . import hopper_forward, hopper_producer
-from .hopper_config import ForwardConfig, forward_config, tile_dim
+from .hopper_config import ForwardConfig, forward_config, product_dim, tile_dim
 from .hopper_descriptors import describe, one_key, spread, tile_layout
 from .hopper_producer import HopperBuild, SpanBuild, Tickets
 from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
-from .triton_placement import DOCUMENTS, PACKED
+from .triton_placement import DOCUMENTS, PACKED, UNIFORM
 
 _ROWS = hopper_producer.ROWS.value
 _KERNEL = hopper_forward._attention_fwd_hopper_kernel
@@ -37,7 +37,7 @@ class Forward:
         self._is_staged = out_dtype == q.dtype
         self._config = config
         plan = call.plan_rows(config.launch)
-        self._call = plan.call
+        self._call: Any = plan.call
         self._n_tiles = plan.n_programs
         E = padded_dim(self._E)
         self._out_shape, self._lse_shape = (B, M, H, E), (B, H, M)
@@ -56,8 +56,15 @@ class Forward:
     def options(self) -> dict[str, Any]:
         return compiler_options(self._config.launch)
 
-    def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Any, ...], Tensor, Tensor]:
-        """Of the kernel; and out and lse, which they hold."""
+    def release(self) -> None:
+        if self.call.place_kind != UNIFORM:
+            self._call = None
+        self.call.release()
+
+    def arguments(
+        self, q: Tensor, k: Tensor, v: Tensor, call: TritonCall | None = None
+    ) -> tuple[tuple[Any, ...], Tensor, Tensor]:
+        """Of the kernel; and out and lse, which they hold. call: see `run`."""
         q, k, v = (spread(align_rows(x)) for x in (q, one_key(k), one_key(v)))
         out = q.new_empty(self._out_shape, dtype=self._dtype)
         lse = q.new_empty(self._lse_shape, dtype=torch.float32)
@@ -71,17 +78,19 @@ class Forward:
             describe(out, out_block, value_layout) if self._is_staged else None,
             Operand(out, *self._out_strides),
             Statistics(lse, code(H * M), code(M)),
-            self._call,
+            self._call if call is None else call.plan_rows(self._config.launch).call,
             Tickets(_counter(q.device), *self._tickets),
             self._build,
         )
         return arguments, out, lse
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, call: TritonCall | None = None
+    ) -> tuple[Tensor, Tensor]:
         if 0 in self._lse_shape:
             out = q.new_empty((*self._out_shape[:3], self._E), dtype=self._dtype)
             return out, q.new_empty(self._lse_shape, dtype=torch.float32)
-        arguments, out, lse = self.arguments(q, k, v)
+        arguments, out, lse = self.arguments(q, k, v, call)
         grid = (min(self._n_tiles, _multiprocessors(q.device)), 1, 1)
         self.call.launch(_KERNEL, grid, self._config.launch, arguments)
         return cut_rows(out, self._E), lse
@@ -97,6 +106,7 @@ def _build(
     block_m, block_n = config.launch[:2]
     return HopperBuild(
         *dims,
+        product_dim(call.piece.q.shape[-1]),
         call.place_kind,
         SpanBuild(call.mask_kind, block_m, block_n),
         SpanBuild(call.mask_kind, _ROWS, block_n),

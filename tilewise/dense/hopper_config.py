@@ -52,6 +52,12 @@ def tile_dim(dim: int) -> int:
     return next(width for width in (64, 128, 256) if dim <= width)
 
 
+def product_dim(dim: int) -> int:
+    """Of a head dim, the columns that products of its tiles are made of: tiles of 256 may leave the
+    last 64 out."""
+    return 192 if 128 < dim <= 192 else tile_dim(dim)
+
+
 def forward_config(dim: int, value_dim: int, dtype: torch.dtype) -> ForwardConfig:
     """dim, value_dim: head dims as tiles hold them."""
     # Sums of bf16 P have an exponent's whole range. Those of fp16 P stay below 2^16.

@@ -50,10 +50,11 @@ from ..kernels.gluon import (
     warpgroup_mma_wait,
 )
 from ..kernels.masks import key_span
-from ..kernels.placement import PACKED, UNIFORM, sequence_at
+from ..kernels.placement import PACKED, UNIFORM
 from ..kernels.scores import load_slope
 from ..kernels.softmax import LOG2_E, join_sink, softmax_end, split_exponent
-from ..kernels.tiles import row_base, statistics_base
+from ..kernels.tiles import statistics_base
+from .hopper_fresh import fresh_sequence, fresh_statistics
 from .hopper_producer import (
     ROWS,
     Rings,
@@ -63,6 +64,7 @@ from .hopper_producer import (
     turn_barrier,
     v_empty_barrier,
 )
+from .hopper_products import accumulator, issue_product, left_operand, store_rows, tile_at
 
 _THREADS = gl.constexpr(128)
 # The reference of a row that has none: far below any score, and finite, so that nothing is NaN.
@@ -89,11 +91,6 @@ class Work(NamedTuple):
     factor: Any
     cap: Any
     slope: Any
-
-
-@gluon.constexpr_function
-def _accumulator(columns):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
@@ -157,13 +154,13 @@ def _receive(mail, FIELD: gl.constexpr):
 def _read_tile(rings, call, index, BUILD: gl.constexpr):
     """The tile in the mail: its sequence, its head, its number in the sequence."""
     h, tile = _receive(rings.mail, 1), _receive(rings.mail, 2)
-    return sequence_at(call.place, index, BUILD.place), h, tile
+    return fresh_sequence(call.place, index, BUILD), h, tile
 
 
 @gluon.jit
 def _describe(rings, call, seq, h, tile, iteration, ID: gl.constexpr, BUILD: gl.constexpr):
     """The work that a tile is for a consumer."""
-    ROW: gl.constexpr = gl.SliceLayout(1, _accumulator(BUILD.tile.block_n))
+    ROW: gl.constexpr = gl.SliceLayout(1, accumulator(BUILD.tile.block_n))
     TILE: gl.constexpr = BUILD.tile
     span = key_span(call.mask, seq, h, tile, 0, TILE)
     n_blocks = gl.maximum(span.n_whole + span.n_partial, 1)
@@ -176,7 +173,7 @@ def _describe(rings, call, seq, h, tile, iteration, ID: gl.constexpr, BUILD: gl.
     if BUILD.has_slopes:
         slope = load_slope(call.terms, seq, h) * LOG2_E
     return Work(
-        rings.q.index(ID).reshape([ROWS, BUILD.dim]),
+        tile_at(rings.q, ID, ROWS, BUILD.dim),
         gl.maximum(m + seq.left, seq.low),
         gl.minimum(m + seq.right + 1, seq.high),
         n_blocks,
@@ -217,21 +214,12 @@ def _pass_turn(ID: gl.constexpr, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def _issue_scores(rings, q, slot, BUILD: gl.constexpr):
-    """S of a block, on its way."""
-    BLOCK_N: gl.constexpr = BUILD.tile.block_n
-    k = rings.k.index(slot).reshape([BLOCK_N, BUILD.dim]).permute((1, 0))
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, _accumulator(BLOCK_N))
-    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _issue_values(rings, p, acc, slot, BUILD: gl.constexpr):
     """O of a block more, on its way. p: packed."""
     BLOCK_N: gl.constexpr = BUILD.tile.block_n
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, _accumulator(BUILD.value_dim), 2)
-    left = unpack_pairs(p, rings.v.dtype, P_LAYOUT, ROWS, BLOCK_N)
-    v = rings.v.index(slot).reshape([BLOCK_N, BUILD.value_dim])
+    LEFT: gl.constexpr = left_operand(BUILD.value_dim)
+    left = unpack_pairs(p, rings.v.dtype, LEFT, ROWS, BLOCK_N)
+    v = tile_at(rings.v, slot, BLOCK_N, BUILD.value_dim)
     return warpgroup_mma(left, v, acc, is_async=True)
 
 
@@ -284,16 +272,16 @@ def _first_block(rings, work, ID: gl.constexpr, BUILD: gl.constexpr):
     slot = work.iteration % BUILD.k_slots
     mbarrier.wait(rings.k_full.index(slot), (work.iteration // BUILD.k_slots) & 1)
     _take_turn(ID, BUILD)
-    s = _issue_scores(rings, work.q, slot, BUILD)
+    s = issue_product(work.q, rings.k, slot, BUILD.width)
     _pass_turn(ID, BUILD)
     s = warpgroup_mma_wait(0, [s])
     barrier_arrive(FIRST_FREE + slot, count_everyone(BUILD), 4)
     s = _mask(_add_terms(s, work, 0, BUILD), work, 0, BUILD)
-    none = gl.full([ROWS], _NO_REFERENCE, gl.float32, gl.SliceLayout(1, _accumulator(BLOCK_N)))
+    none = gl.full([ROWS], _NO_REFERENCE, gl.float32, gl.SliceLayout(1, accumulator(BLOCK_N)))
     # Where no block follows there is nothing to make room for, and P keeps more of its bits.
     room = gl.where(work.n_blocks > 1, BUILD.room, 0.0)
     p, _, ref = _raise(s, none, True, work.scale, room)
-    acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, _accumulator(VALUE_DIM))
+    acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, accumulator(VALUE_DIM))
     sums = sum_in_thread(p, ROWS, BLOCK_N)
     return acc, sums, ref, pack_pairs(p, rings.v.dtype, ROWS, BLOCK_N)
 
@@ -319,7 +307,7 @@ def _blocks(
         v_slot = (it - 1) % BUILD.v_slots
         mbarrier.wait(rings.k_full.index(slot), (it // BUILD.k_slots) & 1)
         _take_turn(ID, BUILD)
-        s = _issue_scores(rings, work.q, slot, BUILD)
+        s = issue_product(work.q, rings.k, slot, BUILD.width)
         mbarrier.wait(rings.v_full.index(v_slot), ((it - 1) // BUILD.v_slots) & 1)
         acc = _issue_values(rings, p, acc, v_slot, BUILD)
         _pass_turn(ID, BUILD)
@@ -378,7 +366,7 @@ def _pass_limit(x, new, ref, rings, work, it, slot, ID: gl.constexpr, BUILD: gl.
     passed = gl.convert_layout(gl.max(new, 1), ROW) >= BUILD.limit_value
     flag_vote(FLAG, ID, new, _HUGE)
     if flag_read(FLAG, it) != 0:
-        s = _issue_scores(rings, work.q, slot, BUILD)
+        s = issue_product(work.q, rings.k, slot, BUILD.width)
         s = warpgroup_mma_wait(0, [s])
         s = _add_terms(s, work, it - work.iteration, BUILD)
         x, shrink, ref = _raise(s, ref, passed, work.scale, BUILD.room)
@@ -431,45 +419,32 @@ def _finish(
         acc = gl.where(gl.convert_layout(owned, OWNED)[:, None], acc, 0.0)
         row_lse = gl.where(owned, row_lse, float("-inf"))
     n_rows = seq.q_stored - first
-    if BUILD.is_staged:
-        at = [seq.batch, h, seq.q_first + first, 0]
-        if BUILD.place >= PACKED:
-            # TMA does not know where a document ends.
-            if n_rows >= ROWS:
-                _store_out(rings, out_desc, acc, at, BUILD, ID)
-            else:
-                _store_rows(out, acc, seq.batch, seq.q_first + first, h, n_rows, BUILD)
-        else:
+    at = [seq.batch, h, seq.q_first + first, 0]
+    # Heads are neighbours, so their stride is what a row stores.
+    if not BUILD.is_staged:
+        store_rows(out, at, acc, n_rows, 0, out.stride_h, False, BUILD)
+    elif BUILD.place >= PACKED:
+        # TMA does not know where a document ends.
+        if n_rows >= ROWS:
             _store_out(rings, out_desc, acc, at, BUILD, ID)
+        else:
+            store_rows(out, at, acc, n_rows, 0, out.stride_h, False, BUILD)
     else:
-        _store_rows(out, acc, seq.batch, seq.q_first + first, h, n_rows, BUILD)
-    lse_base = statistics_base(lse, seq.batch, seq.q_first + first, h)
+        _store_out(rings, out_desc, acc, at, BUILD, ID)
+    lse_base = statistics_base(fresh_statistics(lse, BUILD), seq.batch, seq.q_first + first, h)
     gl.store(lse_base + (m - first), row_lse, mask=m < seq.q_stored)
 
 
 @gluon.jit
 def _store_out(rings, desc, acc, at, BUILD: gl.constexpr, ID: gl.constexpr):
     """A consumer's rows, cut by TMA where storage ends."""
-    tile = rings.out.index(ID)
     # The tile before may still be on its way out of this memory.
     tma_store_wait(0)
-    tile.reshape([ROWS, BUILD.value_dim]).store(acc.to(desc.dtype))
+    tile_at(rings.out, ID, ROWS, BUILD.value_dim).store(acc.to(desc.dtype))
     fence_async_shared()
-    tma_store(desc, at, tile)
+    tma_store(desc, at, rings.out.index(ID))
     if BUILD.shares_q:
         tma_store_wait(0)
-
-
-@gluon.jit
-def _store_rows(out, acc, batch, row, h, n_rows, BUILD: gl.constexpr):
-    """The same for the first n_rows alone, or where the dtype is not q's."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    cols = gl.arange(0, BUILD.value_dim, layout=gl.SliceLayout(0, LAYOUT))
-    ptrs = row_base(out, batch, row, h) + (rows.to(gl.int64) * out.stride_m)[:, None]
-    # Heads are neighbours, so their stride is what a row stores.
-    mask = (rows < n_rows)[:, None] & (cols < out.stride_h)[None, :]
-    gl.store(ptrs + cols[None, :], acc.to(out.ptr.dtype.element_ty), mask=mask)
 
 
 # ---------------------------------------------------------------- kernel

@@ -18,8 +18,8 @@ from ..kernels.gluon import (
     tma_load,
 )
 from ..kernels.masks import key_span
-from ..kernels.placement import FAR, FIELDS, FIRST_Q_TILE, PACKED, sequence_at
-from ..kernels.structs import decode
+from ..kernels.placement import FAR, FIELDS, FIRST_K_TILE, FIRST_Q_TILE, PACKED
+from .hopper_fresh import fresh, fresh_number, fresh_sequence
 
 # What a wgmma of a warp group multiplies.
 ROWS = gl.constexpr(64)
@@ -43,13 +43,13 @@ class Rings(NamedTuple):
 
 class Tickets(NamedTuple):
     """The counter that programs take tiles from: int32 `[2]`, 0 before and after. n_tiles: of all
-    heads. n_heads: over all batch rows. heads_together: how many take turns, so that their keys
-    stay in L2. The numbers are coded."""
+    heads. n_heads: over all batch rows. together: how many take turns, so that their keys stay in
+    L2. The numbers are coded."""
 
     ptr: Any
     n_tiles: Any
     n_heads: Any
-    heads_together: Any
+    together: Any
 
 
 class SpanBuild(NamedTuple):
@@ -63,18 +63,18 @@ class SpanBuild(NamedTuple):
 class HopperBuild(NamedTuple):
     """What the kernel is compiled for.
 
-    dim, value_dim: as tiles hold them. place: see `placement.py`. tile, group: spans of a tile and
-    of a consumer's rows. has_start: rows may not see the first keys. is_folded: a score is
-    nothing but the scaled product. is_capped, has_slopes: there is a softcap, there are slopes.
-    n_consumers, k_slots, v_slots.
-    takes_turns: see `Turn` in `hopper_forward.py`. is_early: wait for O before the vote, not after.
-    is_staged: out leaves by TMA. shares_q: it is staged where Q was. room: log2 of the room that a
-    new reference leaves. limit: of the sums of P in a thread, as PTX writes an f32. registers: of
-    consumers, of the producer.
+    dim, value_dim: as tiles hold them. width: of which S is made. place: see `placement.py`. tile,
+    group: spans of a tile and of a consumer's rows. has_start: rows may not see the first keys.
+    is_folded: a score is nothing but the scaled product. is_capped, has_slopes: there is a softcap,
+    there are slopes. n_consumers, k_slots, v_slots. takes_turns: see `Turn` in `hopper_forward.py`.
+    is_early: wait for O before the vote, not after. is_staged: out leaves by TMA. shares_q: it is
+    staged where Q was. room: log2 of the room that a new reference leaves. limit: of the sums of P
+    in a thread, as PTX writes an f32. registers: of consumers, of the producer.
     """
 
     dim: int
     value_dim: int
+    width: int
     place: int
     tile: SpanBuild
     group: SpanBuild
@@ -93,6 +93,13 @@ class HopperBuild(NamedTuple):
     limit: str
     limit_value: float
     registers: tuple[int, int]
+
+
+# Of 129 to 192 columns a tile's last 64 hold nothing, and products leave them out: they are made of
+# the first 128 and of the next 64.
+@gluon.constexpr_function
+def first_columns(width):
+    return 128 if width == 192 else width
 
 
 # Named barriers: K slots, V slots, turns, Q.
@@ -125,13 +132,13 @@ def count_everyone(build):
 @gluon.jit
 def load_partition(q_desc, k_desc, v_desc, rings, call, tickets, BUILD: gl.constexpr):
     N_CONSUMERS: gl.constexpr = BUILD.n_consumers
-    n_all = decode(tickets.n_tiles)
+    n_all = fresh_number(tickets.n_tiles, BUILD)
     ticket = gl.program_id(0)
     iteration = 0
     n_landed = 0
     while ticket < n_all:
-        index, h, tile = _locate(tickets, call.place, ticket, BUILD)
-        seq = sequence_at(call.place, index, BUILD.place)
+        index, h, tile = locate(call.place, tickets, ticket, FIRST_Q_TILE, True, 1, BUILD)
+        seq = fresh_sequence(call.place, index, BUILD)
         # Of packed documents tiles are counted from above.
         if tile * BUILD.tile.block_m < seq.q_stored:
             _start_tile(
@@ -161,40 +168,53 @@ def order_of(ticket, n_tiles, n_heads, together):
 
 
 @gluon.jit
-def _locate(tickets, place, ticket, BUILD: gl.constexpr):
-    """The sequence, head and tile of a ticket, late tiles first."""
-    n_tiles = decode(place.n_tiles)
-    head, tile = order_of(ticket, n_tiles, decode(tickets.n_heads), decode(tickets.heads_together))
-    tile = n_tiles - 1 - tile
+def locate(
+    place, order, ticket, COLUMN: gl.constexpr, IS_REVERSED: gl.constexpr, WARPS: gl.constexpr,
+    BUILD: gl.constexpr,
+):  # fmt: skip
+    """Of a ticket the sequence, head and tile there. order: has n_heads and `together`, coded.
+    COLUMN: tiles are of queries or of keys. IS_REVERSED: late tiles first."""
+    n_tiles = fresh_number(place.n_tiles, BUILD)
+    n_heads, together = fresh_number(order.n_heads, BUILD), fresh_number(order.together, BUILD)
+    head, tile = order_of(ticket, n_tiles, n_heads, together)
+    if IS_REVERSED:
+        tile = n_tiles - 1 - tile
     if BUILD.place >= PACKED:
-        index = find_sequence(place, tile, FIRST_Q_TILE, 1)
-        first = gl.load(place.table + index.to(gl.int64) * FIELDS + FIRST_Q_TILE)
+        index = find_sequence(place, tile, COLUMN, WARPS, BUILD)
+        first = gl.load(place.table + index.to(gl.int64) * FIELDS + COLUMN)
         return index, head, tile - first
     else:
-        H = decode(place.H)
+        H = fresh_number(place.H, BUILD)
+        if COLUMN == FIRST_K_TILE:
+            H = H // fresh_number(place.group, BUILD)
         return head // H, head % H, tile
 
 
 @gluon.jit
-def find_sequence(place, tile, COLUMN: gl.constexpr, WARPS: gl.constexpr):
+def find_sequence(
+    place, tile, COLUMN: gl.constexpr, WARPS: gl.constexpr, BUILD: gl.constexpr
+):  # fmt: skip
     """The last sequence whose first tile is at or before this one, as `placement.locate` does."""
-    n_sequences = decode(place.n_sequences)
+    n_sequences = fresh_number(place.n_sequences, BUILD)
     block = 0
     if n_sequences > _SEARCH:
         block -= 1
         for start in range(0, n_sequences, _SEARCH * _SEARCH):
-            block += _count_begun(place.table, start, _SEARCH, n_sequences, tile, COLUMN, WARPS)
+            block += _count_begun(
+                place.table, start, _SEARCH, n_sequences, tile, COLUMN, WARPS, BUILD
+            )
     start = block * _SEARCH
-    return start + _count_begun(place.table, start, 1, n_sequences, tile, COLUMN, WARPS) - 1
+    return start + _count_begun(place.table, start, 1, n_sequences, tile, COLUMN, WARPS, BUILD) - 1
 
 
 @gluon.jit
 def _count_begun(
-    table, start, STEP: gl.constexpr, n_sequences, tile, COLUMN: gl.constexpr, WARPS: gl.constexpr
+    table, start, STEP: gl.constexpr, n_sequences, tile, COLUMN: gl.constexpr, WARPS: gl.constexpr,
+    BUILD: gl.constexpr,
 ):  # fmt: skip
     """Of _SEARCH sequences, STEP apart, those whose first tile is at or before this one."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    rows = start + STEP * gl.arange(0, _SEARCH, layout=LAYOUT)
+    rows = fresh(start, BUILD) + STEP * gl.arange(0, _SEARCH, layout=LAYOUT)
     first = gl.load(table + rows.to(gl.int64) * FIELDS + COLUMN, mask=rows < n_sequences, other=FAR)
     return gl.sum((first <= tile).to(gl.int32), 0)
 
@@ -214,7 +234,7 @@ def _start_tile(
 ):  # fmt: skip
     """Its first keys, which come while consumers are still at the tile before; then Q."""
     _, _, last = _span(call, seq, h, tile, BUILD)
-    kv_head = h // decode(call.place.group)
+    kv_head = h // fresh_number(call.place.group, BUILD)
     _load_k(k_desc, rings, iteration, seq.batch, kv_head, seq.k_first + last, BUILD)
     if iteration > 0:
         barrier_sync(q_empty_barrier(BUILD), count_everyone(BUILD), 1)
@@ -233,7 +253,7 @@ def _load_blocks(
 ):  # fmt: skip
     """The blocks of a tile, keys one ahead of values. Returns: iteration, n_landed."""
     span, n_blocks, last = _span(call, seq, h, tile, BUILD)
-    kv_head = h // decode(call.place.group)
+    kv_head = h // fresh_number(call.place.group, BUILD)
     for j in range(0, n_blocks):
         n0 = last - j * BUILD.tile.block_n
         if j + 1 < n_blocks:

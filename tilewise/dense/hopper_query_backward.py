@@ -1,7 +1,7 @@
 """dQ (sm_90), summed by the program that owns its rows: in no buffer, and the same in every run.
 
 Dims: a program owns 128 query rows of one head, 64 to each of two consumer warp groups, and visits
-    blocks of 64 keys.
+    blocks of `block_n` keys.
 Grid: one program for every tile of rows and head; those that see most first.
 Math: as in `triton_backward.py`. S and dP `[rows, keys]`; dS is dQ's left operand, straight from
     registers.
@@ -30,32 +30,43 @@ from ..kernels.gluon import (
     mbarrier,
     subtract_distance,
     sum_in_thread,
-    sync_partition,
-    tanh_fast,
     tma_load,
-    tma_store,
     tma_store_wait,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ..kernels.masks import key_span
-from ..kernels.placement import FIELDS, FIRST_Q_TILE, PACKED, sequence_at
+from ..kernels.placement import FIELDS, FIRST_Q_TILE, PACKED
 from ..kernels.scores import load_slope
 from ..kernels.softmax import LOG2_E
-from ..kernels.structs import decode
 from ..kernels.tiles import statistics_base
-from .hopper_backward_common import accumulator, land, left_operand, store_rows, tile_at
-from .hopper_producer import ROWS, SpanBuild, clear_rows, find_sequence, order_of
+from .hopper_backward_common import land, log2_scores
+from .hopper_fresh import fresh_number, fresh_sequence, fresh_statistics
+from .hopper_producer import (
+    ROWS,
+    SpanBuild,
+    clear_rows,
+    locate,
+)
+from .hopper_products import (
+    accumulator,
+    issue_product,
+    issue_sum,
+    parts_of,
+    store_result,
+    tile_at,
+    wait_for_sum,
+    zero_sum,
+)
 from .hopper_rows import number_of_row
 
-BLOCK_M, BLOCK_N = gl.constexpr(128), gl.constexpr(64)
+BLOCK_M = gl.constexpr(128)
 _N_CONSUMERS = gl.constexpr(2)
 
 
 class QueryBuild(NamedTuple):
     """What the kernel is compiled for.
 
-    dim, value_dim: as tiles hold them. place: see `placement.py`. tile, group: spans of a tile and
+    dim, value_dim, width, value_width, place: see `BackwardBuild`. tile, group: spans of a tile and
     of a consumer's rows. has_start: rows may not see the first keys. is_folded, is_capped,
     has_slopes: see `BackwardBuild`. has_sums: rowsum(P dP) of each row is written, too. k_slots,
     v_slots: blocks of keys in flight. registers: of consumers, of the producer. columns: of dQ in
@@ -64,6 +75,8 @@ class QueryBuild(NamedTuple):
 
     dim: int
     value_dim: int
+    width: int
+    value_width: int
     place: int
     tile: SpanBuild
     group: SpanBuild
@@ -129,22 +142,6 @@ class Numbers(NamedTuple):
 
 
 @gluon.jit
-def _locate(call, heads, BUILD: gl.constexpr):
-    """A program's tile, before its warps take their roles."""
-    place = call.place
-    n_tiles, n_heads = decode(place.n_tiles), decode(heads.n_heads)
-    head, tile = order_of(gl.program_id(0), n_tiles, n_heads, decode(heads.together))
-    tile = n_tiles - 1 - tile
-    if BUILD.place >= PACKED:
-        index = find_sequence(place, tile, FIRST_Q_TILE, 4)
-        first = gl.load(place.table + index.to(gl.int64) * FIELDS + FIRST_Q_TILE)
-        return Tile(index, head, tile - first)
-    else:
-        H = decode(place.H)
-        return Tile(head // H, head % H, tile)
-
-
-@gluon.jit
 def _blocks(call, seq, tile, BUILD: gl.constexpr):
     """The keys that a program visits: their span, and how many blocks."""
     TILE: gl.constexpr = BUILD.tile
@@ -157,7 +154,7 @@ def _blocks(call, seq, tile, BUILD: gl.constexpr):
 
 @gluon.jit
 def _load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
-    seq = sequence_at(call.place, tile.index, BUILD.place)
+    seq = fresh_sequence(call.place, tile.index, BUILD)
     span, n_blocks = _blocks(call, seq, tile, BUILD)
     full = memory.rows_full.index(0)
     mbarrier.expect(full, _N_CONSUMERS * (descs.q.block_type.nbytes + descs.dout.block_type.nbytes))
@@ -165,11 +162,11 @@ def _load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
         at = [seq.batch, tile.head, seq.q_first + tile.number * BLOCK_M + i * ROWS, 0]
         tma_load(descs.q, at, full, memory.q.index(i))
         tma_load(descs.dout, at, full, memory.dout.index(i))
-    kv_head = tile.head // decode(call.place.group)
+    kv_head = tile.head // fresh_number(call.place.group, BUILD)
     n_landed = 0
     for j in range(n_blocks + 1):
-        n0 = (span.begin + gl.minimum(j, n_blocks - 1)) * BLOCK_N
-        is_cut = n0 + BLOCK_N > span.stop
+        n0 = (span.begin + gl.minimum(j, n_blocks - 1)) * BUILD.tile.block_n
+        is_cut = n0 + BUILD.tile.block_n > span.stop
         if BUILD.place < PACKED:
             # TMA itself fills up with zeros where storage ends.
             is_cut = is_cut & (span.stop < seq.k_stored)
@@ -180,8 +177,7 @@ def _load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
         if j >= BUILD.k_slots:
             mbarrier.wait(memory.k_empty.index(slot), (j // BUILD.k_slots - 1) & 1)
         n_landed = _load_keys(
-            descs.k, memory.k, memory.k_full, memory.landing, at, slot, bounds, is_cut, n_landed,
-            BUILD.dim,
+            descs.k, memory.k, memory.k_full, memory.landing, at, slot, bounds, is_cut, n_landed
         )  # fmt: skip
         if j < n_blocks:
             slot = j % BUILD.v_slots
@@ -189,20 +185,18 @@ def _load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
                 mbarrier.wait(memory.v_empty.index(slot), (j // BUILD.v_slots - 1) & 1)
             n_landed = _load_keys(
                 descs.v, memory.v, memory.v_full, memory.landing, at, slot, bounds, is_cut,
-                n_landed, BUILD.value_dim,
+                n_landed,
             )  # fmt: skip
 
 
 @gluon.jit
-def _load_keys(
-    desc, ring, barriers, landing, at, slot, bounds, is_cut, n_landed, DIM: gl.constexpr
-):  # fmt: skip
+def _load_keys(desc, ring, barriers, landing, at, slot, bounds, is_cut, n_landed):
     """A block of K or V; where it is cut, with zeros in the rows out of bounds, which may be NaN.
     Returns: n_landed."""
     full = barriers.index(slot)
     if is_cut:
         n_landed = land(desc, ring, landing, at, slot, n_landed)
-        clear_rows(ring, slot, bounds[0], bounds[1], BLOCK_N, DIM)
+        clear_rows(ring, slot, bounds[0], bounds[1], ring.shape[3], ring.shape[4])
         fence_async_shared()
         mbarrier.arrive(full, count=1)
     else:
@@ -231,7 +225,7 @@ class Rows(NamedTuple):
 @gluon.jit
 def _describe(call, seq, tile, ID: gl.constexpr, BUILD: gl.constexpr):
     """A consumer's rows, and how many blocks they visit."""
-    ROW: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N))
+    ROW: gl.constexpr = gl.SliceLayout(1, accumulator(BUILD.tile.block_n))
     GROUP: gl.constexpr = BUILD.group
     span, n_blocks = _blocks(call, seq, tile, BUILD)
     own = key_span(call.mask, seq, tile.head, tile.number * _N_CONSUMERS + ID, 0, GROUP)
@@ -242,7 +236,7 @@ def _describe(call, seq, tile, ID: gl.constexpr, BUILD: gl.constexpr):
         slope = load_slope(call.terms, seq, tile.head) * LOG2_E
     rows = Rows(
         m, gl.maximum(m + seq.left, seq.low), gl.minimum(m + seq.right + 1, seq.high),
-        lo, lo + own.n_whole, span.begin * BLOCK_N, slope,
+        lo, lo + own.n_whole, span.begin * BUILD.tile.block_n, slope,
     )  # fmt: skip
     return rows, n_blocks
 
@@ -250,14 +244,14 @@ def _describe(call, seq, tile, ID: gl.constexpr, BUILD: gl.constexpr):
 @gluon.jit
 def _load_numbers(numbers, seq, tile, ID: gl.constexpr, BUILD: gl.constexpr):
     """lse and delta of a consumer's rows; of those that are not stored, as of rows without keys."""
-    ROW: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N))
+    ROW: gl.constexpr = gl.SliceLayout(1, accumulator(BUILD.tile.block_n))
     if BUILD.place >= PACKED:
         first = gl.load(numbers.table + tile.index.to(gl.int64) * FIELDS + FIRST_Q_TILE)
     else:
         first = tile.index * ((seq.q_stored + ROWS - 1) // ROWS)
     block = tile.number * _N_CONSUMERS + ID
     r = gl.arange(0, ROWS, layout=ROW)
-    number = tile.head * decode(numbers.n_blocks) + first + block
+    number = tile.head * fresh_number(numbers.n_blocks, BUILD) + first + block
     ptrs = numbers.ptr + number.to(gl.int64) * (2 * ROWS) + number_of_row(r)
     stored = block * ROWS + r < seq.q_stored
     lse = gl.load(ptrs, mask=stored, other=float("inf"))
@@ -265,30 +259,17 @@ def _load_numbers(numbers, seq, tile, ID: gl.constexpr, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def _issue(left, keys, slot, DIM: gl.constexpr):
-    """A consumer's rows times a block of keys, `[rows, keys]`, on its way."""
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator(BLOCK_N))
-    right = tile_at(keys, slot, BLOCK_N, DIM).permute((1, 0))
-    return warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _probabilities(s, lse, rows, j, call, seq, BUILD: gl.constexpr):
     """As `hopper_backward_common.probabilities`, of rows and block j of the keys."""
-    n0 = rows.first_key + j * BLOCK_N
-    scale, derivative = call.terms.scale, 1.0
-    if not BUILD.is_folded:
-        scale = 1.0
-        if BUILD.is_capped:
-            t = tanh_fast(s * call.terms.scale)
-            s, derivative = t * (call.terms.cap * LOG2_E), 1.0 - t * t
-        else:
-            s = s * (call.terms.scale * LOG2_E)
-        if BUILD.has_slopes:
-            position = (rows.m + seq.shift - n0).to(gl.float32)
-            s = subtract_distance(s, position, rows.slope, ROWS, BLOCK_N)
+    n0 = rows.first_key + j * BUILD.tile.block_n
+    s, scale, derivative = log2_scores(s, call.terms, BUILD)
+    if BUILD.has_slopes:
+        position = (rows.m + seq.shift - n0).to(gl.float32)
+        s = subtract_distance(s, position, rows.slope, ROWS, BUILD.tile.block_n)
     if (j < rows.lo) | (j >= rows.hi):
-        s = mask_columns(s, rows.start - n0, rows.stop - n0, BUILD.has_start, ROWS, BLOCK_N)
+        s = mask_columns(
+            s, rows.start - n0, rows.stop - n0, BUILD.has_start, ROWS, BUILD.tile.block_n
+        )
     p = exp2_fast(s * scale - lse[:, None])
     if BUILD.is_capped:
         return p, p * derivative
@@ -302,34 +283,35 @@ def _mma_partition(
 ):  # fmt: skip
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
+    WIDTH: gl.constexpr = BUILD.width
     DTYPE: gl.constexpr = memory.q.dtype
-    seq = sequence_at(call.place, tile.index, BUILD.place)
+    seq = fresh_sequence(call.place, tile.index, BUILD)
     rows, n_blocks = _describe(call, seq, tile, ID, BUILD)
     lse, delta = _load_numbers(numbers, seq, tile, ID, BUILD)
-    dq = gl.zeros([ROWS, DIM], gl.float32, accumulator(DIM))
+    dq, dq_rest = zero_sum(WIDTH)
     mbarrier.wait(memory.rows_full.index(0), 0)
     mbarrier.wait(memory.k_full.index(0), 0)
-    s = _issue(tile_at(memory.q, ID, ROWS, DIM), memory.k, 0, DIM)
+    s = issue_product(tile_at(memory.q, ID, ROWS, DIM), memory.k, 0, WIDTH)
     s = warpgroup_mma_wait(0, [s])
     if BUILD.has_sums:
-        sums = sum_in_thread(gl.zeros_like(s), ROWS, BLOCK_N)
+        sums = sum_in_thread(gl.zeros_like(s), ROWS, BUILD.tile.block_n)
     for j in range(n_blocks):
         # 0, which the compiler does not know: it would move descriptors out of the loop.
         zero = j >> 30
         slot, v_slot, after = j % BUILD.k_slots, j % BUILD.v_slots, (j + 1) % BUILD.k_slots
         mbarrier.wait(memory.v_full.index(v_slot), (j // BUILD.v_slots) & 1)
-        dp = _issue(tile_at(memory.dout, ID + zero, ROWS, VALUE_DIM), memory.v, v_slot, VALUE_DIM)
+        dout = tile_at(memory.dout, ID + zero, ROWS, VALUE_DIM)
+        dp = issue_product(dout, memory.v, v_slot, BUILD.value_width)
         p, p_inner = _probabilities(s, lse, rows, j, call, seq, BUILD)
         dp = warpgroup_mma_wait(0, [dp])
         mbarrier.arrive(memory.v_empty.index(v_slot), count=1)
         if BUILD.has_sums:
-            sums += sum_in_thread(p * dp, ROWS, BLOCK_N)
+            sums += sum_in_thread(p * dp, ROWS, BUILD.tile.block_n)
         ds = (p_inner * (dp - delta[:, None])).to(DTYPE)
-        left = gl.convert_layout(ds, left_operand(DIM))
-        dq = warpgroup_mma(left, tile_at(memory.k, slot, BLOCK_N, DIM), dq, is_async=True)
+        dq, dq_rest = issue_sum(ds, memory.k, slot, dq, dq_rest, WIDTH)
         mbarrier.wait(memory.k_full.index(after), ((j + 1) // BUILD.k_slots) & 1)
-        s = _issue(tile_at(memory.q, ID + zero, ROWS, DIM), memory.k, after, DIM)
-        dq = warpgroup_mma_wait(1, [dq])
+        s = issue_product(tile_at(memory.q, ID + zero, ROWS, DIM), memory.k, after, WIDTH)
+        dq, dq_rest = wait_for_sum(parts_of(WIDTH), dq, dq_rest, WIDTH)
         mbarrier.arrive(memory.k_empty.index(slot), count=1)
         s = warpgroup_mma_wait(0, [s])
     # Of a row that sees nothing Q and dO may be NaN, and a sink's logit is an lse.
@@ -338,34 +320,30 @@ def _mma_partition(
     first = tile.number * BLOCK_M + ID * ROWS
     if BUILD.has_sums:
         total = gl.convert_layout(gl.sum(sums, 1), lse.type.layout)
-        base = statistics_base(outputs.sums, seq.batch, seq.q_first + first, tile.head)
+        base = statistics_base(
+            fresh_statistics(outputs.sums, BUILD), seq.batch, seq.q_first + first, tile.head
+        )
         total = gl.where(is_alive, total, 0.0)
         gl.store(base + (rows.m - first), total, mask=rows.m < seq.q_stored)
-    is_alive = gl.convert_layout(is_alive, gl.SliceLayout(1, accumulator(DIM)))
-    dq = gl.where(is_alive[:, None], dq * call.terms.gradient_scale, 0.0)
+    dq = _finish(dq, is_alive, call)
+    if parts_of(WIDTH) == 2:
+        dq_rest = _finish(dq_rest, is_alive, call)
     at = [seq.batch, tile.head, seq.q_first + first, 0]
     n_rows = seq.q_stored - first
-    if BUILD.is_added:
-        store_rows(outputs.dq, at, dq, n_rows, BUILD.columns, DIM, True)
-    elif BUILD.place >= PACKED:
-        # TMA does not know where a document ends.
-        if n_rows >= ROWS:
-            _store_tile(descs.dq, memory.q, at, dq, ID, DIM)
-        else:
-            store_rows(outputs.dq, at, dq, n_rows, BUILD.columns, DIM, False)
-    else:
-        _store_tile(descs.dq, memory.q, at, dq, ID, DIM)
+    # Q is of this consumer alone, and read.
+    store_result(
+        descs.dq, memory.q, ID, outputs.dq, at, dq, dq_rest, n_rows, BUILD.columns, DIM, WIDTH,
+        BUILD,
+    )  # fmt: skip
     # Shared memory stays until all of it has left.
     tma_store_wait(0)
 
 
 @gluon.jit
-def _store_tile(desc, ring, at, dq, ID: gl.constexpr, DIM: gl.constexpr):
-    """dQ by way of where Q was, which its owner alone reads; cut by TMA where storage ends."""
-    tile_at(ring, ID, ROWS, DIM).store(dq.to(ring.dtype))
-    fence_async_shared()
-    sync_partition()
-    tma_store(desc, at, ring.index(ID))
+def _finish(x, is_alive, call):
+    """A part of dQ scaled, and 0 in rows that see nothing."""
+    is_alive = gl.convert_layout(is_alive, gl.SliceLayout(1, x.type.layout))
+    return gl.where(is_alive[:, None], x * call.terms.gradient_scale, 0.0)
 
 
 # ---------------------------------------------------------------- kernel
@@ -384,7 +362,7 @@ def _attention_bwd_hopper_query_kernel(
     heads,
     BUILD: gl.constexpr,
 ):
-    tile = _locate(call, heads, BUILD)
+    tile = Tile(*locate(call.place, heads, gl.program_id(0), FIRST_Q_TILE, True, 4, BUILD))
     descs = Descriptors(q_desc, k_desc, v_desc, dout_desc, dq_desc)
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
@@ -393,8 +371,12 @@ def _attention_bwd_hopper_query_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, ROWS, DIM], q_desc.layout)
     dout = gl.allocate_shared_memory(dout_desc.dtype, [2, 1, 1, ROWS, VALUE_DIM], dout_desc.layout)
-    k = gl.allocate_shared_memory(k_desc.dtype, [K_SLOTS, 1, 1, BLOCK_N, DIM], k_desc.layout)
-    v = gl.allocate_shared_memory(v_desc.dtype, [V_SLOTS, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
+    k = gl.allocate_shared_memory(
+        k_desc.dtype, [K_SLOTS, 1, 1, BUILD.tile.block_n, DIM], k_desc.layout
+    )
+    v = gl.allocate_shared_memory(
+        v_desc.dtype, [V_SLOTS, 1, 1, BUILD.tile.block_n, VALUE_DIM], v_desc.layout
+    )
     rows_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [K_SLOTS, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], BARRIER)

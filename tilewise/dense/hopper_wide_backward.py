@@ -21,6 +21,8 @@ one group is at its exponents the other multiplies. Barriers:
     p_full [slot]: group 0 has stored P. It stores that of the block that has the slot next once its
         Q has arrived, so after `empty`, so after group 1 has read this one.
     keys_free: both groups are done with all of shared memory, where dK and dV are then staged.
+    Turn (a named barrier each): a group issues its two products after the other has; group 1 gives
+        group 0 the first turn, and the last is one that nobody takes.
 """
 
 from __future__ import annotations
@@ -37,29 +39,31 @@ from ..kernels.gluon import (
     load_columns,
     mbarrier,
     pack_pairs,
-    sync_partition,
-    tma_store,
     tma_store_wait,
     unpack_pairs,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..kernels.placement import PACKED
 from .hopper_backward_common import (
     BLOCK_M,
     Descriptors,
-    accumulator,
+    find_tile,
     find_work,
-    issue_transposed,
-    left_operand,
     load_partition,
-    locate,
+    next_block,
     probabilities,
     sequence_of,
-    store_rows,
-    tile_at,
 )
 from .hopper_producer import ROWS
+from .hopper_products import (
+    accumulator,
+    issue_product,
+    issue_sum,
+    parts_of,
+    store_result,
+    tile_at,
+    wait_for_sum,
+    zero_sum,
+)
 
 BLOCK_N = gl.constexpr(64)
 _N_GROUPS, _THREADS = gl.constexpr(2), gl.constexpr(256)
@@ -89,19 +93,23 @@ def _values_partition(descs, memory, call, tile, dv_out, BUILD: gl.constexpr):
     """Group 0: S^T, P^T and dV."""
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
-    COLUMN: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_M))
-    LEFT: gl.constexpr = left_operand(VALUE_DIM)
+    WIDTH: gl.constexpr = BUILD.width
+    VALUE_WIDTH: gl.constexpr = BUILD.value_width
+    PRODUCT: gl.constexpr = accumulator(BLOCK_M)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
     DTYPE: gl.constexpr = memory.q.dtype
     work = find_work(call, tile, BUILD)
-    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, accumulator(VALUE_DIM))
+    dv, dv_rest = zero_sum(VALUE_WIDTH)
     mbarrier.wait(memory.keys_full.index(0), 0)
     mbarrier.wait(memory.q_full.index(0), 0)
-    s = issue_transposed(tile_at(memory.k, 0, ROWS, DIM), memory.q, 0, DIM)
+    s = issue_product(tile_at(memory.k, 0, ROWS, DIM), memory.q, 0, WIDTH)
     s = warpgroup_mma_wait(0, [s])
+    head, i = 0, 0
     for j in range(work.n_all):
         slot, phase, after, after_phase, zero = _slots(j, BUILD)
         lse = load_columns(memory.rows.index(slot), 0, BLOCK_M, COLUMN)
-        p, p_inner = probabilities(s, lse, call, tile, work, j, 0, BUILD)
+        p, p_inner = probabilities(s, lse, call, tile, work, head, i, 0, BUILD)
+        head, i = next_block(work, head, i)
         pairs = pack_pairs(p, DTYPE, ROWS, BLOCK_M)
         if BUILD.is_capped:
             _store_pairs(memory.p.index(slot), pack_pairs(p_inner, DTYPE, ROWS, BLOCK_M), BLOCK_M)
@@ -110,21 +118,21 @@ def _values_partition(descs, memory, call, tile, dv_out, BUILD: gl.constexpr):
         mbarrier.arrive(memory.p_full.index(slot), count=1)
         mbarrier.wait(memory.do_full.index(slot), phase)
         _take_turn(0, BUILD)
-        left = unpack_pairs(pairs, DTYPE, LEFT, ROWS, BLOCK_M)
-        dout = tile_at(memory.dout, slot, BLOCK_M, VALUE_DIM)
-        dv = warpgroup_mma(left, dout, dv, is_async=True)
+        left = unpack_pairs(pairs, DTYPE, PRODUCT, ROWS, BLOCK_M)
+        dv, dv_rest = issue_sum(left, memory.dout, slot, dv, dv_rest, VALUE_WIDTH)
         mbarrier.wait(memory.q_full.index(after), after_phase)
-        s = issue_transposed(tile_at(memory.k, zero, ROWS, DIM), memory.q, after, DIM)
+        s = issue_product(tile_at(memory.k, zero, ROWS, DIM), memory.q, after, WIDTH)
         _pass_turn(0, BUILD)
-        dv = warpgroup_mma_wait(1, [dv])
+        dv, dv_rest = wait_for_sum(parts_of(WIDTH), dv, dv_rest, VALUE_WIDTH)
         mbarrier.arrive(memory.empty.index(slot), count=1)
         s = warpgroup_mma_wait(0, [s])
     # The turn that nobody takes.
     _take_turn(0, BUILD)
     mbarrier.arrive(memory.keys_free.index(0), count=1)
     _store(
-        descs.dv, memory.v, dv_out, dv, memory, call, tile, VALUE_DIM, BUILD.value_columns, BUILD
-    )
+        descs.dv, memory.v, dv_out, dv, dv_rest, memory, call, tile,
+        VALUE_DIM, VALUE_WIDTH, BUILD.value_columns, BUILD,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -132,15 +140,18 @@ def _keys_partition(descs, memory, call, tile, dk_out, BUILD: gl.constexpr):
     """Group 1: dP^T, dS^T and dK."""
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
+    WIDTH: gl.constexpr = BUILD.width
+    VALUE_WIDTH: gl.constexpr = BUILD.value_width
     PRODUCT: gl.constexpr = accumulator(BLOCK_M)
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
     DTYPE: gl.constexpr = memory.q.dtype
     work = find_work(call, tile, BUILD)
-    dk = gl.zeros([ROWS, DIM], gl.float32, accumulator(DIM))
+    dk, dk_rest = zero_sum(WIDTH)
     _pass_turn(1, BUILD)
     mbarrier.wait(memory.keys_full.index(0), 0)
     mbarrier.wait(memory.do_full.index(0), 0)
-    dp = issue_transposed(tile_at(memory.v, 0, ROWS, VALUE_DIM), memory.dout, 0, VALUE_DIM)
+    v = tile_at(memory.v, 0, ROWS, VALUE_DIM)
+    dp = issue_product(v, memory.dout, 0, VALUE_WIDTH)
     dp = warpgroup_mma_wait(0, [dp])
     for j in range(work.n_all):
         slot, phase, after, after_phase, zero = _slots(j, BUILD)
@@ -150,19 +161,23 @@ def _keys_partition(descs, memory, call, tile, dk_out, BUILD: gl.constexpr):
         pairs = _load_pairs(memory.p.index(slot), BLOCK_M)
         p = unpack_pairs(pairs, DTYPE, PRODUCT, ROWS, BLOCK_M).to(gl.float32)
         ds = (p * (dp - delta[None, :])).to(DTYPE)
-        left = gl.convert_layout(ds, left_operand(DIM))
         _take_turn(1, BUILD)
-        dk = warpgroup_mma(left, tile_at(memory.q, slot, BLOCK_M, DIM), dk, is_async=True)
+        dk, dk_rest = issue_sum(ds, memory.q, slot, dk, dk_rest, WIDTH)
         mbarrier.wait(memory.do_full.index(after), after_phase)
         v = tile_at(memory.v, zero, ROWS, VALUE_DIM)
-        dp = issue_transposed(v, memory.dout, after, VALUE_DIM)
+        dp = issue_product(v, memory.dout, after, VALUE_WIDTH)
         _pass_turn(1, BUILD)
-        dk = warpgroup_mma_wait(1, [dk])
+        dk, dk_rest = wait_for_sum(parts_of(VALUE_WIDTH), dk, dk_rest, WIDTH)
         mbarrier.arrive(memory.empty.index(slot), count=1)
         dp = warpgroup_mma_wait(0, [dp])
     mbarrier.arrive(memory.keys_free.index(0), count=1)
     dk = dk * call.terms.gradient_scale
-    _store(descs.dk, memory.k, dk_out, dk, memory, call, tile, DIM, BUILD.columns, BUILD)
+    if parts_of(WIDTH) == 2:
+        dk_rest = dk_rest * call.terms.gradient_scale
+    _store(
+        descs.dk, memory.k, dk_out, dk, dk_rest, memory, call, tile,
+        DIM, WIDTH, BUILD.columns, BUILD,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -221,34 +236,17 @@ def _load_pairs(to, COLS: gl.constexpr):
 
 @gluon.jit
 def _store(
-    desc, ring, out, x, memory, call, tile,
-    DIM: gl.constexpr, COLUMNS: gl.constexpr, BUILD: gl.constexpr,
+    desc, ring, out, x, rest, memory, call, tile,
+    DIM: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
-    """A group's sum: added to what is there, or by TMA, which cuts it where storage ends."""
+    """A group's sum."""
     seq, n0 = sequence_of(call, tile, BUILD)
     at = [seq.batch, tile.kv_head, seq.k_first + n0, 0]
     n_rows = seq.k_stored - n0
-    # TMA does not know where a document ends.
-    if BUILD.is_added:
-        store_rows(out, at, x, n_rows, COLUMNS, DIM, True)
-    elif BUILD.place >= PACKED:
-        if n_rows >= ROWS:
-            _store_tile(desc, ring, x, at, memory, DIM)
-        else:
-            store_rows(out, at, x, n_rows, COLUMNS, DIM, False)
-    else:
-        _store_tile(desc, ring, x, at, memory, DIM)
+    mbarrier.wait(memory.keys_free.index(0), 0)
+    store_result(desc, ring, 0, out, at, x, rest, n_rows, COLUMNS, DIM, WIDTH, BUILD)
     # Shared memory stays until all of it has left.
     tma_store_wait(0)
-
-
-@gluon.jit
-def _store_tile(desc, ring, x, at, memory, DIM: gl.constexpr):
-    mbarrier.wait(memory.keys_free.index(0), 0)
-    tile_at(ring, 0, ROWS, DIM).store(x.to(ring.dtype))
-    fence_async_shared()
-    sync_partition()
-    tma_store(desc, at, ring.index(0))
 
 
 # ---------------------------------------------------------------- kernel
@@ -259,7 +257,7 @@ def _attention_bwd_hopper_wide_kernel(
     q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc, dk, dv, call,
     heads, BUILD: gl.constexpr,
 ):  # fmt: skip
-    tile = locate(call, heads, BUILD)
+    tile = find_tile(call, heads, BUILD)
     descs = Descriptors(q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc)
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim

@@ -161,7 +161,8 @@ def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor,
             from . import tiled_forward
 
             out, lse = tiled_forward.attention_fwd(piece, out_dtype, hands_over=name == "tiled")
-    return (out, lse) if q.dim() == 4 else (out.squeeze(0), lse.squeeze(0))
+    # In place: autograd refuses changes of a view that was made where it does not record.
+    return (out, lse) if q.dim() == 4 else (out.squeeze_(0), lse.squeeze_(0))
 
 
 def _attention_bwd(
@@ -346,19 +347,22 @@ def dtype_for_backward(dtype: torch.dtype) -> torch.dtype:
 
 
 class Attention(torch.autograd.Function):
-    """`(out, lse)` with gradients for q, k, v, bias, slopes, sinks, through out and lse."""
+    """`(out, lse)` with gradients for q, k, v, bias, slopes, sinks, through out and lse.
+
+    rest: what follows sinks in `Arguments`. warm: a `warm.Warm`, and rest is its `Packing` or None.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None,
-        sinks: Tensor | None, rest: tuple[Any, ...], out_dtype: torch.dtype, lse_has_grad: bool,
+        sinks: Tensor | None, rest: Any, out_dtype: torch.dtype, lse_has_grad: bool,
         warm: Any = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.warm, ctx.lse_has_grad = warm, lse_has_grad
         ctx.set_materialize_grads(False)
         if warm is not None:
-            out, lse = warm.forward.run(q, k, v)
-            ctx.save_for_backward(q, k, v, out, lse)
+            out, lse = warm.run(q, k, v, rest)
+            ctx.save_for_backward(q, k, v, out, lse, *(rest.lengths if rest else ()))
             if not lse_has_grad:
                 ctx.mark_non_differentiable(lse)
             return out.to(out_dtype), lse
@@ -384,7 +388,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        q, k, v, out, lse, bias, slopes, sinks = (*saved[:8], *_NONE)[:8]
+        n_saved = 8 if ctx.warm is None else 5
+        q, k, v, out, lse, bias, slopes, sinks = (*saved[:n_saved], *_NONE)[:8]
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = dlse if ctx.lse_has_grad else None

@@ -16,6 +16,9 @@ from ..core.mask import Mask
 from ..core.positions import Positions
 from ..core.shapes import accumulator_of
 
+# What says where sequences begin and end, of an op's arguments and of `Positions`.
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+
 
 @dataclass(frozen=True)
 class Terms:

@@ -67,7 +67,8 @@ def forward(piece: Piece) -> tuple[Tensor, Tensor]:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *heads_first, 0.0, _is_causal(piece.mask), scale=piece.terms.scale
     )
-    return out.transpose(1, 2).contiguous(), lse.contiguous()
+    # In place: see what `ops._attention_fwd` does to packed results.
+    return out.transpose_(1, 2).contiguous(), lse.contiguous()
 
 
 def backward(piece: Piece, dout: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:

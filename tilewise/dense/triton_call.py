@@ -40,7 +40,7 @@ from ..kernels.structs import (
 )
 from .choice import FEW_KEYS, LEAST_SCALE
 from .config import Key
-from .piece import Piece, Terms
+from .piece import LENGTHS, Piece, Terms
 from .triton_placement import (
     DOCUMENTS,
     FAR,
@@ -111,25 +111,48 @@ class TritonCall:
             self.mask_kind = _INTERVALS if piece.mask.is_exact else _BITS
 
         extras = (terms.bias, terms.alibi_slopes, terms.sinks, terms.rng)
-        # Nothing that is found for this call hangs on a tensor's contents or place.
-        self.is_reusable = self.place_kind == UNIFORM and all(x is None for x in extras)
+        # Nothing that is found for this call hangs on a tensor's contents or place, but for the
+        # tables of where packed sequences stand, which `on` makes anew.
+        is_placed = self.place_kind == UNIFORM
+        if self.place_kind == PACKED:
+            starts = positions.q_start, positions.k_start
+            is_placed = not any(isinstance(x, Tensor) for x in starts)
+            is_placed = is_placed and self.band is not None and not self.band.has_tensors
+        self.is_reusable = is_placed and all(x is None for x in extras)
         self.is_reusable = self.is_reusable and self.mask_kind == _BAND
         self._plans: dict[Any, Plan] = {}
+        self._tables: dict[tuple[int, int], Tensor | None] = {}
         self._builds: dict[Any, Build] = {}
         self._compiled: dict[Any, Any] = {}
         self._together: set[Any] = set()
 
     def release(self) -> None:
-        """Let go of q, k and v, which `on` puts in their place again."""
+        """Let go of all tensors, which `on` puts in their place again."""
         q, k, v = (x.detach().to("meta") for x in (self.piece.q, self.piece.k, self.piece.v))
-        self.piece = replace(self.piece, q=q, k=k, v=v)
+        positions = self.piece.positions
+        lengths: dict[str, Any] = {
+            name: x.to("meta") for name in LENGTHS if (x := getattr(positions, name)) is not None
+        }
+        self.piece = replace(self.piece, q=q, k=k, v=v, positions=replace(positions, **lengths))
         self.tensors = ()
         self.__dict__.pop("qkv", None)
+        if self.place_kind != UNIFORM:
+            self._plans, self._tables = {}, {}
 
-    def on(self, q: Tensor, k: Tensor, v: Tensor) -> TritonCall:
-        """This call, which must be reusable, on other tensors of the same layout."""
+    def on(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[Tensor | None] = ()
+    ) -> TritonCall:
+        """This call, which must be reusable, on other tensors of the same layout.
+
+        lengths: of a packed call, as `LENGTHS` names them.
+        """
         other = copy(self)
-        other.piece = replace(self.piece, q=q, k=k, v=v)
+        positions = self.piece.positions
+        if lengths:
+            named: dict[str, Any] = dict(zip(LENGTHS, lengths, strict=True))
+            positions = replace(positions, **named)
+            other._plans, other._tables = {}, {}
+        other.piece = replace(self.piece, q=q, k=k, v=v, positions=positions)
         other.tensors = tuple(align_rows(x) for x in (q, k, v))
         other.__dict__.pop("qkv", None)
         return other
@@ -344,7 +367,7 @@ class TritonCall:
         found = self._plans.get(key)
         if found is not None:
             return found
-        table = write_table(self, config.block_m, config.block_n)
+        table = self._table(config.block_m, config.block_n)
         n_tiles = self.count_tiles(rows, block)
         mask = self._list(table, kernel, n_tiles, config)
         place = self._place(table, self.H, self.H // self.G, n_tiles)
@@ -352,6 +375,13 @@ class TritonCall:
         plan = Plan(n_tiles * heads * rows_of_tiles, Call(place, mask, self.terms))
         self._plans[key] = plan
         return plan
+
+    def _table(self, block_m: int, block_n: int) -> Tensor | None:
+        """Where sequences stand, once for all kernels of these tiles."""
+        tiles = block_m, block_n
+        if tiles not in self._tables:
+            self._tables[tiles] = write_table(self, *tiles)
+        return self._tables[tiles]
 
     # ------------------------------------------------------------ masks
 

@@ -37,6 +37,7 @@ from ..kernels.tiles import (
 )
 from .config import forward_config
 from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
+from .triton_placement import UNIFORM
 
 
 @triton.jit
@@ -129,18 +130,32 @@ class Forward:
         self._config = forward_config(call.key)
         plan = call.plan_rows(self._config)
         self._grid = (plan.n_programs, 1, 1)
-        self._rest = (plan.call, call.build(self._config))
+        self._rest: tuple[Any, ...] = (plan.call, call.build(self._config))
         # Found by the first run of a reusable call.
         self._compiled: Any = None
         self._strides: tuple[tuple[Any, ...], ...] = ()
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse, new; of a head dim whose rows were widened out is a view."""
+    def release(self) -> None:
+        """Let go of all tensors: every further run brings its own, and a packed one its call."""
+        if self.call.place_kind != UNIFORM:
+            self._rest = (None, self._rest[1])
+        self.call.release()
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, call: TritonCall | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse, new; of a head dim whose rows were widened out is a view.
+
+        call: `TritonCall.on` these tensors, where sequences stand elsewhere than at first.
+        """
+        rest = self._rest
+        if call is not None:
+            rest = (call.plan_rows(self._config).call, rest[1])
         (out_shape, lse_shape), (out_dtype, lse_dtype) = self._shapes, self._dtypes
         out = torch.empty(out_shape, dtype=out_dtype, device=self.call.device)
         lse = torch.empty(lse_shape, dtype=lse_dtype, device=self.call.device)
         if self._compiled is None:
-            self._run_first(q, k, v, out, lse)
+            self._run_first(q, k, v, out, lse, rest)
         else:
             # Written out, and with addresses for tensors: this is the way of every warm call.
             sq, sk, sv, so, sl = self._strides
@@ -148,14 +163,16 @@ class Forward:
                 (q.data_ptr(), *sq), (k.data_ptr(), *sk), (v.data_ptr(), *sv),
                 (out.data_ptr(), *so), (lse.data_ptr(), *sl),
             )  # fmt: skip
-            relaunch(self._compiled, self._grid, (*tensors, *self._rest), self.call.device)
+            relaunch(self._compiled, self._grid, (*tensors, *rest), self.call.device)
         return cut_rows(out, self._E), lse
 
-    def _run_first(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    def _run_first(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: tuple[Any, ...]
+    ) -> None:
         operands = [TritonCall.operand(align_rows(x)) for x in (q, k, v)]
         results = TritonCall.operand(out), TritonCall.statistics(lse)
         compiled = self.call.launch(
-            _attention_fwd_kernel, self._grid, self._config, (*operands, *results, *self._rest)
+            _attention_fwd_kernel, self._grid, self._config, (*operands, *results, *rest)
         )
         # Where an input had to be copied, so has one like it.
         if all(operand.ptr is x for operand, x in zip(operands, (q, k, v), strict=True)):

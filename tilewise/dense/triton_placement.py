@@ -89,7 +89,7 @@ def _write_sequences(call: TritonCall, table: Tensor, block_m: int, block_n: int
         *ones,
     )
     lengths = Lengths(*(x.contiguous() if isinstance(x, Tensor) else None for x in given))
-    launch(
+    call.launch(
         placement.place_sequences,
         (1,),
         UNTILED,
@@ -100,7 +100,8 @@ def _write_sequences(call: TritonCall, table: Tensor, block_m: int, block_n: int
             sum(1 << i for i, x in enumerate(ones) if x is not None and x.numel() == 1),
             block_m, block_n, _BLOCK,
         ),
-        call.device,
+        block_m,
+        block_n,
     )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Warm calls: what was found for a call is kept and serves the next one that is like it.
 
 Checks, the choice of a backend and a kernel's arguments take longer than a small call's kernel. A
-call with no other tensors than q, k and v is known by its shapes, strides and numbers, so all of
-that is found once. Whatever is unusual about a call makes it a cold one.
+call with no other tensors than q, k, v and the bounds of packed sequences is known by shapes,
+strides and numbers, so all of that is found once. What bounds hold is read anew by every call, on
+the device. Whatever is unusual about a call makes it a cold one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from ..core.mask import Mask
 from .choice import torch_wants_determinism
-from .ops import Arguments, gradients_on_gpu
-from .piece import Piece
+from .ops import Arguments, check_contents, gradients_on_gpu
+from .piece import LENGTHS, Piece
 
 # Of more layouts than these the oldest is forgotten. Each holds a few kilobytes, and no tensor.
 _MOST_KEPT = 1024
@@ -26,25 +27,78 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # What a call may have named.
 BACKENDS = ("auto", "triton", "hopper")
 _EXTRAS = ("alibi_slopes", "bias", "sinks")
+_LONGEST = ("max_seqlen_q", "max_seqlen_k")
+_STARTS = ("q_start", "k_start")
 _kept: dict[tuple[Any, ...], Warm] = {}
 _keeping = threading.Lock()
 
 
+class Packing(NamedTuple):
+    """What a packed call says of its sequences.
+
+    lengths: as `LENGTHS` names them and as they were given: a checkpoint may recompute a cold call
+        by a warm one, which has to save the same tensors.
+    longest: `Arguments.max_seqlens`.
+    """
+
+    lengths: tuple[Tensor | None, ...]
+    longest: list[int]
+
+
 class Warm(NamedTuple):
-    """What a call left: the ops' arguments, and the forward made ready."""
+    """What a call left: the ops' arguments, and the forward made ready. Neither holds a tensor."""
 
     arguments: Arguments
     forward: Any
 
-    def gradients(self, saved: Sequence[Tensor], dout: Tensor, dlse: Tensor | None) -> list[Tensor]:
-        """Gradients of q, k and v. saved: q, k, v, out, lse."""
-        q, k, v, out, lse = saved
-        call, backend = self.forward.call.on(q, k, v), self.arguments.backend
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None
+    ) -> tuple[Tensor, Tensor]:
+        if packing is None:
+            out, lse = self.forward.run(q, k, v)
+            return out, lse
+        call = self._packed(q, k, v, packing.lengths)
+        check_contents(self.arguments._replace(max_seqlens=packing.longest), call.piece)
+        out, lse = self.forward.run(call.piece.q, call.piece.k, call.piece.v, call)
+        # In place, as the op does.
+        return out.squeeze_(0), lse.squeeze_(0)
+
+    def gradients(self, saved: Sequence[Any], dout: Tensor, dlse: Tensor | None) -> list[Tensor]:
+        """Gradients of q, k and v. saved: q, k, v, out, lse, and lengths of a packed call."""
+        q, k, v, out, lse = saved[:5]
+        if torch.compiler.is_compiling():
+            # Compiled autograd traces the backward of a call that was not compiled.
+            named: dict[str, Any] = dict(zip(LENGTHS, saved[5:], strict=False))
+            rest = (*self.arguments._replace(**named), [False] * 3)
+            return list(torch.ops.tilewise.attention_bwd(dout, dlse, out, lse, q, k, v, *rest)[:3])
+        if len(saved) == 5:
+            return self._gradients(self.forward.call.on(q, k, v), dout, dlse, out, lse)
+        call = self._packed(q, k, v, saved[5:])
+        dout, out, lse = dout.unsqueeze(0), out.unsqueeze(0), lse.unsqueeze(0)
+        dlse = None if dlse is None else dlse.unsqueeze(0)
+        return [x.squeeze(0) for x in self._gradients(call, dout, dlse, out, lse)]
+
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[Tensor | None]) -> Any:
+        cu_q, cu_k, *used = lengths
+        # Self-attention: one packing serves queries and keys.
+        lengths = cu_q, cu_q if cu_k is None else cu_k, *used
+        return self.forward.call.on(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), lengths)
+
+    def _gradients(
+        self, call: Any, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> list[Tensor]:
+        backend = self.arguments.backend
         return gradients_on_gpu(backend, call, (dout, dlse), (out, lse), [False] * 3)[:3]
 
 
 def key_of(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: dict[str, Any], *rest: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    terms: dict[str, Any],
+    placement: dict[str, Any],
+    *rest: Any,
 ) -> tuple[Any, ...] | None:
     """What the call is known by; None for one that is never warm.
 
@@ -60,23 +114,64 @@ def key_of(
         return None
     mask_key = mask.key if isinstance(mask, Mask) else None
     device = q.device.type
-    if mask_key is None or device == "meta" or _is_observed() or torch.is_autocast_enabled(device):
+    if mask_key is None or device == "meta" or _is_observed():
         return None
+    place_key: tuple[Any, ...] | None = ()
+    if placement:
+        place_key = _key_of_place(placement)
+        if place_key is None:
+            return None
     # Written out: this is the way of every warm call.
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
         mask_key, terms["scale"], terms["softcap"], terms["is_deterministic"],
-        torch_wants_determinism(), *rest,
+        torch_wants_determinism(), place_key, *rest,
     )  # fmt: skip
 
 
+def _key_of_place(placement: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What says where rows stand, without what bounds hold; None for what has to be refused, or
+    read by a cold call."""
+    # Kernels of warm calls make no use of it, and it differs from batch to batch.
+    for name in _LONGEST:
+        x = placement.get(name)
+        if x is not None and (type(x) is not int or x < 0):
+            return None
+    key: list[Any] = []
+    for name in LENGTHS:
+        x = placement.get(name)
+        if x is not None and type(x) is not Tensor:
+            return None
+        known = x is None or (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
+        key.append(known)
+    for name in _STARTS:
+        x = placement.get(name)
+        if x is not None and type(x) is not int:
+            return None
+        key.append(x)
+    return tuple(key)
+
+
+def packing_of(placement: dict[str, Any]) -> Packing | None:
+    """None where nothing is packed."""
+    if placement.get("cu_seqlens_q") is None:
+        return None
+    longest = [placement.get(name) for name in _LONGEST]
+    return Packing(
+        tuple(placement.get(name) for name in LENGTHS),
+        [-1 if x is None else x for x in longest],
+    )
+
+
 def _is_observed() -> bool:
-    """Whether something wants to see the registered op itself: a mode, a transform, a tangent."""
+    """Whether something wants to see the registered op itself: a mode, a transform, a tangent, a
+    trace."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
     )
 
 
@@ -94,12 +189,16 @@ def keep(
         return
     from .triton_call import TritonCall
 
+    # How long sequences may be is each call's own.
+    arguments = arguments._replace(max_seqlens=[])
     piece = Piece(q, k, v, arguments.mask, arguments.positions(q, k), arguments.terms)
-    call = TritonCall(piece)
+    call = TritonCall(piece.as_batch())
     if not call.is_reusable:
         return
     forward = _forward_of(arguments.backend)(call, dtype)
-    call.release()
+    forward.release()
+    no_lengths: dict[str, Any] = dict.fromkeys(LENGTHS)
+    arguments = arguments._replace(**no_lengths)
     with _keeping:
         while len(_kept) >= _MOST_KEPT:
             _kept.pop(next(iter(_kept)))

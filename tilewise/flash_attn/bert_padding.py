@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.shapes import is_integer
+from .call import check_tensors
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows `indices` `[T]` of `input` `[B S, ...]`."""
@@ -76,14 +79,26 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     Args:
         hidden_states: `[T, ...]`.
         indices: `[T]`, from `unpad_input`.
+    Raises: ValueError for what has another form.
     """
+    op = "pad_input"
+    check_tensors(op, {"hidden_states": hidden_states, "indices": indices})
+    if indices.shape != hidden_states.shape[:1] or indices.dtype != torch.int64:
+        raise ValueError(
+            f"{op}: indices must be int64 [T] = {list(hidden_states.shape[:1])}, "
+            f"got {indices.dtype} {list(indices.shape)}."
+        )
+    for name, size in (("batch", batch), ("seqlen", seqlen)):
+        if not is_integer(size) or size < 0:
+            raise ValueError(f"{op}: {name} must be an int >= 0, got {size!r}.")
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(
         0, (batch, seqlen)
     )
 
 
 def _check_mask(op: str, name: str, mask: Tensor, hidden_states: Tensor) -> None:
-    if mask.shape != hidden_states.shape[:2]:
+    check_tensors(op, {"hidden_states": hidden_states, name: mask})
+    if mask.dim() != 2 or mask.shape != hidden_states.shape[:2]:
         raise ValueError(
             f"{op}: {name} must be [B, S] = {list(hidden_states.shape[:2])}, "
             f"got {list(mask.shape)}."

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..core.mask import Mask
@@ -56,12 +57,12 @@ def attend(
 ) -> Result:
     _check_returns(op, options)
     scale = options.softmax_scale
-    if scale is not None and not abs(scale) < math.inf:
+    if scale is not None and not abs(checked_number(op, "softmax_scale", scale)) < math.inf:
         raise ValueError(f"{op}: softmax_scale must be finite, got {scale}.")
     keywords: dict[str, Any] = {
         "mask": mask_of(op, options),
         "scale": scale,
-        "softcap": softcap_of(options),
+        "softcap": softcap_of(op, options),
         "alibi_slopes": options.alibi_slopes,
         "sinks": options.sinks,
         "dropout_p": options.dropout_p,
@@ -77,10 +78,19 @@ def attend(
     return (out, lse) if options.return_lse else (out, lse, None)
 
 
-def softcap_of(options: Options) -> float | None:
+def softcap_of(op: str, options: Options) -> float | None:
     """None for 0 and below, which flash-attn takes for none."""
     softcap = options.softcap
-    return None if softcap is None or softcap <= 0.0 else softcap
+    return None if softcap is None or checked_number(op, "softcap", softcap) <= 0.0 else softcap
+
+
+def checked_number(op: str, name: str, x: float) -> float:
+    # What torch.compile holds as a symbol has no __float__, and was a number.
+    is_number = torch.compiler.is_compiling() or hasattr(x, "__float__")
+    if not is_number or (isinstance(x, Tensor) and x.numel() != 1):
+        got = f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        raise ValueError(f"{op}: {name} must be a number or None, got {got}.")
+    return x
 
 
 def check_tensors(op: str, tensors: dict[str, Tensor], **specs: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..core.shapes import check_shapes
 from ..decode.api import attention_with_cache_partial
 from ..decode.cache import FLOAT8, KVCache
+from ..decode.call import Splits, make_call
 from ..decode.rotary import Rotary, rotate
 from .call import Options, Result, mask_of, softcap_of
 
@@ -83,21 +84,28 @@ def attend_cache(
     B = q.shape[0] if cu is None else cu.shape[0] - 1
     cache = _cache(op, caches, place, B)
     first = cache.lengths.clone()
+    terms: dict[str, Any] = {
+        "scale": options.softmax_scale,
+        "softcap": softcap_of(op, options),
+        "alibi_slopes": options.alibi_slopes,
+        "sinks": options.sinks,
+    }
+    mask = mask_of(op, options)
     if new.k is not None and new.v is not None:
         rotary = None
         if turn.cos is not None and turn.sin is not None:
             rotary = Rotary(turn.cos, turn.sin, turn.interleaved, turn.first)
+        # A mistake of the attention must not leave new tokens behind.
+        forms = (cu, queries.max_seqlen, Splits(splits or None))
+        make_call(op, q, cache, mask, {**terms, "bias": None}, *forms)
         cache.append(new.k, new.v, cu_seqlens=new.cu_seqlens, rotary=rotary)
         if rotary is not None:
             q = _turned(q, cu, first if turn.first is None else turn.first, rotary, options)
     out, lse = attention_with_cache_partial(
         q,
         cache,
-        mask=mask_of(op, options),
-        scale=options.softmax_scale,
-        softcap=softcap_of(options),
-        alibi_slopes=options.alibi_slopes,
-        sinks=options.sinks,
+        mask=mask,
+        **terms,
         cu_seqlens_q=cu,
         max_seqlen_q=queries.max_seqlen,
         num_splits=splits or None,
@@ -111,6 +119,9 @@ def _cache(op: str, caches: tuple[Tensor, Tensor], place: Place, B: int) -> KVCa
     if seqlens is None:
         width = 1 if place.block_table is None else place.block_table.shape[1]
         seqlens = k.shape[1] * width
+    if not isinstance(seqlens, int | Tensor):
+        got = type(seqlens).__name__
+        raise ValueError(f"{op}: cache_seqlens must be an int or a tensor, got {got}.")
     if isinstance(seqlens, int):
         seqlens = torch.full((B,), seqlens, dtype=torch.int32, device=k.device)
     scales = (place.k_descale, place.v_descale)

@@ -33,8 +33,9 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
     Args:
         block_mask: from `create_block_mask` or `BlockMask.from_kv_blocks`, on any device; axes of
             size 1 (B or H of None) serve all batch rows or heads.
-    Returns: a mask for at most the M queries and N keys that the BlockMask was made for.
-    Raises: ValueError for what is not a BlockMask; when it is used, for more queries or keys.
+    Returns: a mask for at most the M queries, N keys, batch rows and heads that the BlockMask was
+        made for.
+    Raises: ValueError for what is not a BlockMask; when it is used, for more than these.
     """
     needed = ("kv_num_blocks", "kv_indices", "mask_mod", "seq_lengths", "BLOCK_SIZE")
     if not all(hasattr(block_mask, name) for name in needed):
@@ -57,6 +58,12 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
             )
         table = kinds.to(m.device)
         B, H = table.shape[:2]
+        rows, heads = b.numel(), h.numel()
+        if rows > B > 1 or heads > H > 1:
+            raise ValueError(
+                f"from_block_mask: the BlockMask was made for {B} batch rows and {H} heads "
+                f"(1 serves all), got {rows} and {heads}."
+            )
         kind = table[
             b if B > 1 else b.new_zeros((1,) * 4),
             h if H > 1 else h.new_zeros((1,) * 4),

@@ -30,6 +30,7 @@ from torch.nn import attention as torch_attention
 from ..core.mask import Mask
 from ..core.mask_leaves import causal, full, window
 from ..core.philox import draw_rng
+from ..core.shapes import check_broadcastable
 from ..dense.api import attention
 from ..dense.checks import check_call
 from ..dense.choice import choose
@@ -99,6 +100,8 @@ def scaled_dot_product_attention(
             f"{op}: query, key and value must be [..., H, M, D] alike, got {list(query.shape)}, "
             f"{list(key.shape)} and {list(value.shape)}."
         )
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise ValueError(f"{op}: attn_mask must be a tensor, got {type(attn_mask).__name__}.")
     if attn_mask is not None and is_causal:
         raise ValueError(f"{op}: attn_mask must be None where is_causal is True, got both.")
     H, G = (x.shape[-3] if x.dim() > 3 else 1 for x in (query, key))
@@ -113,7 +116,9 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         M, N = query.shape[-2], key.shape[-2]
         if attn_mask.dim() > 4 or query.dim() > 4:
-            attn_mask = attn_mask.expand(*leading, H, M, N).flatten(0, -4)
+            sizes = {f"dim {i}": size for i, size in enumerate((*leading, H, M, N))}
+            check_broadcastable(op, "attn_mask", attn_mask, sizes)
+            attn_mask = attn_mask.expand(*sizes.values()).flatten(0, -4)
         elif query.dim() == 3 and attn_mask.dim() == 3:
             attn_mask = attn_mask.unsqueeze(1)
         attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))

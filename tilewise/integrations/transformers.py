@@ -38,6 +38,7 @@ except ImportError as error:
 
 from ..core.mask import Mask
 from ..core.mask_leaves import full, intervals, window
+from ..core.shapes import check_cu_seqlens, is_read
 from ..decode.api import attention_with_cache
 from ..decode.cache import KVCache
 from ..dense.api import attention, attention_varlen
@@ -99,11 +100,17 @@ def register(
     """
     if "q_offset" not in signature(masking_utils.sdpa_mask).parameters:
         raise ImportError(f"register: Transformers must be 5.4 or later, got {__version__}.")
-    if not re.fullmatch(r"[A-Za-z_]\w*", name) or any(word in name for word in _RESERVED):
+    is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z_]\w*", name)
+    if not is_name or any(word in name for word in _RESERVED):
         raise ValueError(
             f"register: name must be an identifier without any of {', '.join(_RESERVED)} in it, "
             f"got {name!r}."
         )
+    if isinstance(ignore, str) or not isinstance(ignore, Iterable):
+        raise ValueError(f"register: ignore must be a list of argument names, got {ignore!r}.")
+    if not isinstance(context_parallel, ContextParallel | None):
+        got = type(context_parallel).__name__
+        raise ValueError(f"register: context_parallel must be a ContextParallel, got {got}.")
     harmless = HARMLESS | {*ignore}
     masks: Any = build_mask
     if context_parallel is not None:
@@ -319,6 +326,7 @@ class Implementation:
         return visible_elements(given, *expected[2:]), None
 
     def _read_sinks(self, s_aux: Tensor | None, H: int) -> Tensor | None:
+        self._check_is_tensor("s_aux", s_aux)
         if s_aux is not None and s_aux.numel() != H:
             raise ValueError(
                 f"{self}: s_aux must hold one logit for each of the {H} query heads, "
@@ -326,12 +334,18 @@ class Implementation:
             )
         return None if s_aux is None else s_aux.reshape(H)
 
+    def _check_is_tensor(self, name: str, x: Tensor | None) -> None:
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(f"{self}: {name} must be a tensor, got {type(x).__name__}.")
+
     def _read_packing(self, options: Options, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
         cu_q, cu_k = options.cu_seq_lens_q, options.cu_seq_lens_k
         if cu_q is None and cu_k is None:
             return None
         if cu_q is None or cu_k is None:
             raise ValueError(f"{self}: cu_seq_lens_q and cu_seq_lens_k must come together.")
+        self._check_is_tensor("cu_seq_lens_q", cu_q)
+        self._check_is_tensor("cu_seq_lens_k", cu_k)
         if bias is not None:
             raise NotImplementedError(
                 f"{self}: position_bias or a floating attention_mask cannot be honoured beside "
@@ -342,14 +356,8 @@ class Implementation:
     def _documents(self, packing: tuple[Tensor, Tensor], M: int, N: int) -> Mask:
         """Packed documents as a mask, to join with one that the model brought for the same row."""
         for name, cu, stored in zip("qk", packing, (M, N), strict=True):
-            if cu.device.type != "cpu" or torch.compiler.is_compiling():
-                continue
-            ends = cu.tolist()
-            if ends[0] != 0 or ends != sorted(ends) or ends[-1] > stored:
-                raise ValueError(
-                    f"{self}: cu_seq_lens_{name} must start at 0, never fall and end within the "
-                    f"{stored} stored tokens, got {ends}."
-                )
+            if is_read(cu):
+                check_cu_seqlens(str(self), f"cu_seq_lens_{name}", cu, stored)
         cu_q, cu_k = packing
         m = torch.arange(M, device=cu_q.device)
         document = torch.searchsorted(cu_q, m, right=True) - 1

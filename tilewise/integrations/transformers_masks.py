@@ -74,21 +74,24 @@ def build_mask(
             it is asked for head 0 only.
         attention_mask: `[B, positions]`, nonzero where a key may be seen; keys past its end may
             not.
-        hints: `device`; `use_vmap` where the predicate takes scalars only;
-            `allow_is_causal_skip`. What else Transformers sends (dtype, config, local_size) does
-            not change the mask.
+        hints: `device`, when not given attention_mask's or torch's default; `use_vmap` where the
+            predicate takes scalars only; `allow_is_causal_skip`. What else Transformers sends
+            (dtype, config, local_size) does not change the mask.
     Returns: a `MaskTensor`; inside torch.compile the `Mask` itself; for one query of a compiled
         decode step, where Transformers builds the mask outside the graph, a bool tensor.
     Raises: ValueError for an attention_mask that is not `[B, positions]`, and for position_ids
         that neither rise by one nor restart as packed documents do.
     """
+    device = hints.get("device")
+    if device is None and attention_mask is not None:
+        device = attention_mask.device
     at = Placement(
         batch_size,
         q_length,
         kv_length,
         _snapshot(q_offset),
         _snapshot(kv_offset),
-        torch.device(hints.get("device", "cpu")),
+        torch.get_default_device() if device is None else torch.device(device),
         bool(hints.get("use_vmap", False)),
     )
     parts = conjuncts(mask_function, at)

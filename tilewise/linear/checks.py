@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from ..core.shapes import (
     accumulator_of,
     check_head_dims,
     check_head_ratio,
+    check_number,
     check_same_device,
     check_same_dtype,
     check_shapes,
@@ -62,8 +62,7 @@ def check_call(op: str, tensors: dict[str, Any], scale: float | None, vector_gat
 def check_scale(op: str, scale: float | None, D: int) -> float:
     if scale is None:
         return float(D**-0.5)
-    if not torch.compiler.is_compiling() and not hasattr(scale, "__float__"):
-        raise ValueError(f"{op}: scale must be a number, got {scale!r}.")
+    check_number(op, "scale", scale)
     if not abs(scale) <= 1e38:
         raise ValueError(f"{op}: scale must be finite and at most 1e38 in size, got {scale}.")
     return float(scale)
@@ -99,14 +98,6 @@ def check_bounds(op: str, cu_seqlens: Tensor) -> None:
         raise ValueError(f"{op}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"{op}: cu_seqlens must hold at least one entry, got none.")
-
-
-def is_read(index: Tensor) -> bool:
-    """Whether what an index tensor holds is checked: on the CPU, elsewhere if TILEWISE_CHECK=1,
-    which waits for the GPU."""
-    if torch.compiler.is_compiling():
-        return False
-    return index.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"
 
 
 def _check_state(op: str, state: Tensor, dims: dict[str, int], dtype: torch.dtype) -> None:

@@ -11,8 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.shapes import accumulator_of, check_cu_seqlens, check_same_device, check_shapes
-from .checks import check_bounds, is_read
+from ..core.shapes import (
+    accumulator_of,
+    check_cu_seqlens,
+    check_same_device,
+    check_shapes,
+    is_read,
+)
+from .checks import check_bounds
 
 # Taps of a channel.
 LARGEST_WIDTH = 16

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.first_derivative import mark_first_derivatives
-from ..core.shapes import accumulator_of, check_cu_seqlens
-from .checks import is_read
+from ..core.shapes import accumulator_of, check_cu_seqlens, is_read
 from .choice import choose
 from .inputs import Inputs
 from .tiled import linear_tiled

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.shapes import accumulator_of, check_same_device, check_same_dtype, check_shapes
-from .checks import check_heads, check_scale, is_read
+from ..core.shapes import (
+    accumulator_of,
+    check_same_device,
+    check_same_dtype,
+    check_shapes,
+    is_read,
+)
+from .checks import check_heads, check_scale
 from .inputs import Inputs
 from .ops import library
 from .reference import recurrence

@@ -47,7 +47,7 @@ def agree(
     Raises: `error` where this rank has one, whether or not the others answer; RuntimeError where
         another has; ValueError where what the ranks call differs.
     """
-    mine: tuple[str, Signature] = (str(error) if error is not None else "", signature)
+    mine: tuple[str, Signature] = (_in_words(error), signature)
     found: list[tuple[str, Signature]] = [mine]
     with _before_messages(error):
         for link in links:
@@ -67,11 +67,19 @@ def agree(
                 )
 
 
+def _in_words(error: Exception | None) -> str:
+    """Empty for none. What is not the library's own has its name: its words alone may be none."""
+    if error is None:
+        return ""
+    is_ours = isinstance(error, ValueError | NotImplementedError)
+    return str(error) if is_ours and str(error) else f"{type(error).__name__}: {error}"
+
+
 def agree_by_digest(
     op: str, link: Link, signature: Signature, error: Exception | None = None
 ) -> None:
     """As `agree`, for every call: 32 bytes say that all is alike, or strings follow."""
-    mine = sha256(repr((str(error) if error else "", sorted(signature.items()))).encode()).digest()
+    mine = sha256(repr((_in_words(error), sorted(signature.items()))).encode()).digest()
     with _before_messages(error):
         digests = link.gather_digests(mine)
     # All see the same digests, so all go on alike.

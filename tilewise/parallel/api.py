@@ -14,11 +14,10 @@ from ..core.mask_leaves import full
 from ..core.partials import Partial
 from ..core.philox import draw_rng
 from ..core.shapes import accumulator_of
-from ..dense.checks import check_are_tensors
 from .all_gather import AllGather
 from .choice import ScheduleChoice
 from .layout import Layout
-from .pieces import OP, Attend, Schedule, Terms
+from .pieces import Attend, Schedule, Terms
 from .prepare import Given, Prepared, Where, check, choose, links_of, prepare, scalars_of
 from .ring import Ring
 from .ulysses import ToHeads, ToTokens, kv_heads_of, share_of
@@ -142,7 +141,6 @@ def context_parallel_prepare(
     tensors = {"alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks}
     scalars = scalars_of(scale, softcap, dropout_p, deterministic)
     where = Where(mesh, group, layout, schedule, mask, backend)
-    check_are_tensors(OP, {"q": q, "k": k, "v": v})
     q, k, v = under_autocast(q, k, v)
     prepare(Given(q, k, v, where, links_of(mesh, group), scalars, tensors))
 
@@ -178,7 +176,6 @@ def explain_schedule(
     tensors = {"alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks}
     scalars = scalars_of(scale, softcap, dropout_p, deterministic)
     where = Where(mesh, group, layout, schedule, mask, backend)
-    check_are_tensors(OP, {"q": q, "k": k, "v": v})
     q, k, v = under_autocast(q, k, v)
     given = Given(q, k, v, where, links_of(mesh, group), scalars, tensors)
     check(given)
@@ -198,9 +195,8 @@ def _attend(
     is_partial: bool,
 ) -> Partial:
     links = links_of(where.mesh, where.group)
-    check_are_tensors(OP, {"q": q, "k": k, "v": v})
     q, k, v = under_autocast(q, k, v)
-    given = Given(q, k, v, where, links, scalars, tensors)
+    given = Given(q, k, v, where, links, scalars, tensors, out_dtype)
     prepared = prepare(given)
     terms = Terms(
         scale=q.shape[-1] ** -0.5 if scalars["scale"] is None else float(scalars["scale"]),
@@ -208,7 +204,7 @@ def _attend(
         dropout_p=scalars["dropout_p"],
         rng=_draw(given) if scalars["dropout_p"] > 0.0 else None,
         backend=prepared.backend,
-        is_deterministic=scalars["is_deterministic"],
+        is_deterministic=bool(scalars["is_deterministic"]),
         numbering=prepared.numbering,
     )
     bias = tensors["bias"]

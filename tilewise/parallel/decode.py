@@ -29,6 +29,7 @@ from ..core.partials import Partial, merge
 from ..core.shapes import accumulator_of
 from ..dense.api import attention_partial
 from ..dense.checks import check_are_tensors, check_call
+from ..dense.choice import choose_for_pieces
 from .agree import (
     Memo,
     Signature,
@@ -39,7 +40,7 @@ from .agree import (
     is_forced,
 )
 from .comm import Link, flatten, unflatten
-from .layout import Layout
+from .layout import Layout, check_layout
 from .masks import leaves
 from .prepare import link_of
 
@@ -92,9 +93,9 @@ def context_parallel_decode(
     Deterministic: always.
     Source: Tree Attention (arXiv 2408.04093).
     """
-    check_are_tensors(OP, {"q": q, "k": k, "v": v})
     link = link_of(OP, mesh, group)
-    _compare(link, Call(q, k, v, layout, mask, lengths, scale, softcap, alibi_slopes, sinks))
+    call = Call(q, k, v, layout, mask, lengths, scale, softcap, alibi_slopes, sinks, backend)
+    _compare(link, call)
     terms: dict[str, Any] = {
         "scale": scale,
         "softcap": softcap,
@@ -122,6 +123,12 @@ class Call(NamedTuple):
     softcap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    backend: str
+
+    @property
+    def device(self) -> str:
+        """Of the ranks' tensors, as far as this rank has any."""
+        return next((x.device.type for x in self if isinstance(x, Tensor)), "cpu")
 
     @property
     def reads(self) -> bool:
@@ -138,10 +145,11 @@ def _compare(link: Link, call: Call) -> None:
     error: Exception | None = None
     try:
         _check(call, link)
-    except (ValueError, NotImplementedError) as found:
+    # Any: the other ranks wait for this one's word.
+    except Exception as found:
         error = found
     signature = {} if error is not None else _sign(call)
-    if call.q.device.type == "cpu":
+    if call.device == "cpu":
         agree_by_digest(OP, link, signature, error)
         return
 
@@ -165,12 +173,8 @@ def _form_of(x: object) -> object:
 def _check(call: Call, link: Link) -> None:
     """What one rank can say of its own arguments."""
     q, k, v, layout = call[:4]
-    if not isinstance(layout, Layout):
-        raise ValueError(f"{OP}: layout must be a Layout, got {type(layout).__name__}.")
-    if layout.ranks != link.ranks:
-        raise ValueError(
-            f"{OP}: the layout is for {layout.ranks} ranks, the mesh or group has {link.ranks}."
-        )
+    check_are_tensors(OP, {"q": q, "k": k, "v": v})
+    check_layout(OP, layout, link.ranks)
     own = layout.lengths[link.rank]
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[1] != own or v.shape[1] != own:
         raise ValueError(
@@ -191,6 +195,9 @@ def _check(call: Call, link: Link) -> None:
         "dropout_p": 0.0,
     }
     check_call(OP, q, k, v, call.mask, terms, {})
+    # Whether Hopper's kernels take a call depends on its slots; they are asked when it is made.
+    if call.backend != "hopper":
+        choose_for_pieces(OP, call.backend, q, k, v)
     if call.alibi_slopes is not None and _counts_queries(call.mask):
         raise NotImplementedError(
             f"{OP}: alibi_slopes beside a mask that counts queries (a window's offset, intervals, "

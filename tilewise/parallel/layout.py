@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core.mask import Mask
+from ..core.shapes import is_integer
 from .visible import area_of_rows, local_intervals
 
 SKIP, PARTIAL, FULL = "skip", "partial", "full"
@@ -107,6 +108,7 @@ class Layout:
         Raises: ValueError where `x` does not hold S tokens along `dim`, or there is no such rank.
         """
         runs = self.runs[self._checked(rank)]
+        check_dim("shard", "x", x, dim)
         if x.shape[dim] != self.size:
             raise ValueError(
                 f"shard: expected {self.size} tokens along dim {dim}, got {list(x.shape)}."
@@ -123,9 +125,11 @@ class Layout:
 
         Raises: ValueError for shards that are not of this layout.
         """
-        if len(shards) != self.ranks:
-            raise ValueError(f"join: expected {self.ranks} shards, got {len(shards)}.")
+        if not isinstance(shards, list | tuple) or len(shards) != self.ranks:
+            got = len(shards) if isinstance(shards, list | tuple) else type(shards).__name__
+            raise ValueError(f"join: expected {self.ranks} shards in a list, got {got}.")
         for rank, (shard, length) in enumerate(zip(shards, self.lengths, strict=True)):
+            check_dim("join", f"shard {rank}", shard, dim)
             if shard.shape[dim] != length:
                 raise ValueError(
                     f"join: rank {rank} holds {length} tokens, got {list(shard.shape)}."
@@ -187,7 +191,7 @@ class Layout:
         return [float(rows[self.positions(rank)].sum()) for rank in range(self.ranks)]
 
     def _checked(self, rank: int) -> int:
-        if not 0 <= rank < self.ranks:
+        if not is_integer(rank) or not 0 <= rank < self.ranks:
             raise ValueError(f"layout {self.name}: rank must be in [0, {self.ranks}), got {rank}.")
         return rank
 
@@ -218,8 +222,8 @@ def striped(size: int, ranks: int, *, block: int = 1) -> Layout:
     position, are refused where there are many blocks.
     """
     _check(size, ranks)
-    if block < 1:
-        raise ValueError(f"striped: block must be at least 1, got {block}.")
+    if not is_integer(block) or block < 1:
+        raise ValueError(f"striped: block must be an integer of at least 1, got {block!r}.")
     starts = torch.arange(0, size, block, device="cpu")
     chunks = torch.stack([starts, (starts + block).clamp(max=size)], -1)
     owners = torch.arange(starts.numel(), device="cpu") % ranks
@@ -242,15 +246,20 @@ def document_zigzag(cu_seqlens: Tensor | Sequence[int], ranks: int, size: int = 
     if not isinstance(cu_seqlens, Tensor | Sequence):
         got = type(cu_seqlens).__name__
         raise ValueError(f"document_zigzag: cu_seqlens must be a tensor or a list, got {got}.")
-    edges = [int(edge) for edge in cu_seqlens]
+    listed = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    if not isinstance(listed, list) or not all(is_integer(edge) for edge in listed):
+        raise ValueError(
+            f"document_zigzag: cu_seqlens must hold integers [docs + 1], got {listed}."
+        )
+    edges = [int(edge) for edge in listed]
     if not edges or edges[0] != 0 or edges != sorted(edges):
         raise ValueError(
             f"document_zigzag: cu_seqlens must start at 0 and never fall, got {edges}."
         )
+    _check(size, ranks)
     if size and size < edges[-1]:
         raise ValueError(f"document_zigzag: size {size} is less than cu_seqlens[-1] {edges[-1]}.")
     size = size or edges[-1]
-    _check(size, ranks)
     chunks: list[tuple[int, int]] = []
     owners: list[int] = []
     for document, (start, stop) in enumerate(pairwise(edges)):
@@ -275,8 +284,14 @@ def balanced(
     """
     _check_mask("balanced", mask)
     _check(size, ranks)
-    if chunk < 0:
-        raise ValueError(f"balanced: chunk must be at least 1, or 0 for the default, got {chunk}.")
+    if not is_integer(chunk) or chunk < 0:
+        raise ValueError(
+            "balanced: chunk must be an integer of at least 1, or 0 for the default, "
+            f"got {chunk!r}."
+        )
+    for what, value in (("batch", batch), ("heads", heads)):
+        if not is_integer(value) or value < 0:
+            raise ValueError(f"balanced: {what} must be an integer >= 0, got {value!r}.")
     chunk = chunk or max(1, size // (16 * ranks))
     edges = [(start, min(size, start + chunk)) for start in range(0, size, chunk)]
     rows = area_of_rows(mask, size, batch, heads).tolist()
@@ -301,9 +316,27 @@ def _check_mask(op: str, mask: object) -> None:
         raise ValueError(f"{op}: mask must be a tilewise Mask, got {type(mask).__name__}.")
 
 
+def check_layout(op: str, layout: object, ranks: int) -> None:
+    """layout is one for so many ranks."""
+    if not isinstance(layout, Layout):
+        raise ValueError(f"{op}: layout must be a Layout, got {type(layout).__name__}.")
+    if layout.ranks != ranks:
+        raise ValueError(
+            f"{op}: the layout is for {layout.ranks} ranks, the mesh or group has {ranks}."
+        )
+
+
+def check_dim(op: str, name: str, x: object, dim: int) -> None:
+    """x is a tensor that has such a dim."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}.")
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{op}: dim must be one of {name}'s {x.dim()}, got {dim!r}.")
+
+
 def _check(size: int, ranks: int) -> None:
     for name, value in (("size", size), ("ranks", ranks)):
-        if not hasattr(value, "__index__"):
+        if not is_integer(value):
             raise ValueError(f"layout: {name} must be an integer, got {value!r}.")
     if size < 0 or ranks < 1:
         raise ValueError(f"layout: expected size >= 0 and ranks >= 1, got {size} and {ranks}.")

@@ -3,9 +3,10 @@
 Both are stored as runs of consecutive positions. Where it can, a plan makes one call for a whole
 step: local queries and keys are ascending, so causal attention stays causal, a window of stripes
 stays a window, and what is fully visible needs no positions at all. Documents dealt chunk by chunk
-are packed sequences of what is left of them. Otherwise each run of queries
-meets each run of keys as a piece of its own, with the mask itself and `q_start` and `k_start`; and
-where that would be many calls, one call takes a table of intervals over local indices.
+are packed sequences of what is left of them. Otherwise each run of queries meets each run of keys
+as a piece of its own, with the mask itself and `q_start` and `k_start`. Where that would be many
+calls, a few of packed sequences do where all keys of such documents are there at once; or one call
+takes a table of intervals over local indices.
 
 Everything here happens on the host, once for a mask and a layout; `api.py` keeps it.
 """
@@ -25,6 +26,9 @@ from .visible import as_band, as_packed, as_table, local_intervals, on_device
 
 # More pieces than this become one call with a table. A piece is a launch and a merge.
 MOST_PIECES = 8
+# Of packed sequences, where one would not do: each goes over all rows once more, and a table's call
+# is slower than several of them.
+MOST_PACKINGS = 4
 # With more runs than this there are more pieces; they are not even counted.
 MOST_PAIRS = 64
 # Beyond this, pieces that need their positions (ALiBi, bias, dropout) are refused.
@@ -203,9 +207,9 @@ def plan_calls(mask: Mask, rows: Side, columns: Side, request: Request) -> list[
         band = as_band(*_inside(bounds, whole), k1 - k0)
         if band is not None:
             return [Call(q0, q1, k0, k1, band)]
-        packed = as_packed(*_inside(bounds, whole), k1 - k0) if request.batch == 1 else None
+        packed = _packed(bounds, whole, 1) if request.batch == 1 else None
         if packed is not None:
-            return [Call(q0, q1, k0, k1, packed[0], edges=packed[1])]
+            return packed
     pairs = rows.runs.shape[0] * columns.runs.shape[0]
     if pairs <= (MOST_POSITIONED if request.by_position else MOST_PAIRS):
         calls = _pieces(mask, rows, columns, bounds, request)
@@ -220,11 +224,23 @@ def plan_calls(mask: Mask, rows: Side, columns: Side, request: Request) -> list[
     if not mask.is_exact:
         table = as_table(mask, *at)
         return [Call(0, M, 0, N, table)]
+    packed = _packed(bounds, whole, MOST_PACKINGS) if request.batch == 1 else None
+    if packed is not None:
+        return packed
     return [Call(q0, q1, k0, k1, intervals(*(x.to(torch.int32) for x in _inside(bounds, whole))))]
 
 
 Bounds = tuple[Tensor, Tensor]
 Box = tuple[int, int, int, int]
+
+
+def _packed(bounds: Bounds, box: Box, most: int) -> list[Call] | None:
+    """Calls of packed sequences, at most so many."""
+    found = as_packed(*_inside(bounds, box), most)
+    if found is None:
+        return None
+    q0, _, k0, _ = box
+    return [Call(q0 + x.q0, q0 + x.q1, k0 + x.k0, k0 + x.k1, x.mask, edges=x.edges) for x in found]
 
 
 def _pieces(mask: Mask, rows: Side, columns: Side, bounds: Bounds, request: Request) -> list[Call]:

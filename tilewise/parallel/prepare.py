@@ -12,13 +12,13 @@ from torch import Tensor
 from ..core.mask import Leaf, Mask
 from ..core.mask_leaves import full
 from ..core.shapes import check_broadcastable
-from ..dense.checks import check_call
+from ..dense.checks import check_are_tensors, check_call, check_out_dtype
 from ..dense.choice import choose_for_pieces
 from .agree import Memo, Signature, agree, describe_mask
 from .choice import ScheduleChoice
 from .choice import choose as choose_schedule
 from .comm import Link
-from .layout import Layout
+from .layout import Layout, check_layout
 from .masks import leaves, of_heads, tells_heads_apart
 from .numbered import Numbering
 from .pieces import OP, backend_of_pieces
@@ -53,6 +53,7 @@ class Given:
     links: tuple[Link, ...]
     scalars: dict[str, Any]
     tensors: dict[str, Tensor | None]
+    out_dtype: torch.dtype | None = None
 
     @property
     def ranks(self) -> int:
@@ -100,7 +101,7 @@ def scalars_of(
 ) -> dict[str, Any]:
     """`Given.scalars` from a call's arguments."""
     named = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
-    return {**named, "is_deterministic": bool(deterministic)}
+    return {**named, "is_deterministic": deterministic}
 
 
 def links_of(mesh: Any, group: Any, op: str = OP) -> tuple[Link, ...]:
@@ -110,7 +111,13 @@ def links_of(mesh: Any, group: Any, op: str = OP) -> tuple[Link, ...]:
             f"{op}: needs torch.distributed's process group; call init_process_group first."
         )
     if mesh is None:
-        return (Link.of(dist.group.WORLD if group is None else group),)
+        group = dist.group.WORLD if group is None else group
+        # Where this rank is no member, new_group gave it a number.
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"{op}: group must be a process group that this rank is in, got {group!r}."
+            )
+        return (Link.of(group),)
     if group is not None:
         raise ValueError(f"{op}: takes a mesh or a group, got both.")
     if not hasattr(mesh, "get_group"):
@@ -137,13 +144,19 @@ def _key(given: Given) -> tuple[Any, ...]:
     where = given.where
     mask = where.mask
     what = mask.key if isinstance(mask, Mask) and mask.key is not None else _identity(mask)
-    forms = tuple(
-        None if x is None else (tuple(x.shape), x.dtype, x.requires_grad, x.device)
-        for x in given.floating.values()
-    )
     layout = where.layout.key if isinstance(where.layout, Layout) else id(where.layout)
-    rest = (where.schedule, where.backend, torch.is_grad_enabled())
-    return what, layout, forms, tuple(given.scalars.values()), rest
+    named = (*given.floating.values(), *given.scalars.values(), where.schedule, where.backend)
+    forms = tuple(_form_of(x) for x in (*named, given.out_dtype))
+    return what, layout, forms, torch.is_grad_enabled()
+
+
+def _form_of(x: Any) -> Any:
+    """What a key holds of an argument, be it right or wrong: a rank whose call cannot be looked up
+    would raise before the others hear of it."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype, x.requires_grad, x.device
+    is_plain = x is None or isinstance(x, str | int | float | torch.dtype)
+    return x if is_plain else (type(x), repr(x))
 
 
 def _identity(mask: Any) -> tuple[int, ...]:
@@ -171,7 +184,8 @@ def _prepare(given: Given) -> Prepared:
         mask.check_contents(*sizes[:2])
         prepared = _plan(given, schedule, mask)
         signature = _sign(given, schedule, mask)
-    except (ValueError, NotImplementedError) as found:
+    # Any: a predicate may raise what it likes, and the other ranks wait for this one's word.
+    except Exception as found:
         error = found
     agree(OP, given.links, signature, error)
     assert prepared is not None
@@ -181,12 +195,13 @@ def _prepare(given: Given) -> Prepared:
 def check(given: Given) -> None:
     """What one rank can say of its own arguments."""
     q, where, layout = given.q, given.where, given.where.layout
-    if not isinstance(layout, Layout):
-        raise ValueError(f"{OP}: layout must be a Layout, got {type(layout).__name__}.")
-    if layout.ranks != given.ranks:
-        raise ValueError(
-            f"{OP}: the layout is for {layout.ranks} ranks, the mesh or group has {given.ranks}."
-        )
+    named = given.floating.items()
+    check_are_tensors(
+        OP, {name: x for name, x in named if x is not None or name in ("q", "k", "v")}
+    )
+    if given.out_dtype is not None:
+        check_out_dtype(OP, given.out_dtype)
+    check_layout(OP, layout, given.ranks)
     if q.dim() != 4:
         raise ValueError(
             f"{OP}: q must be [B, own tokens, H, D], got {list(q.shape)}; packed documents are one "
@@ -222,7 +237,10 @@ def choose(given: Given) -> ScheduleChoice:
     (B, _, H, D), G, E = q.shape, k.shape[2], v.shape[3]
     shape = Shape(B, given.where.layout.size, H, G, D, E, q.element_size())
     why_not = ""
-    if bias is not None and bias.dim() > 1 and bias.shape[-2] > 1:
+    # Where a rank holds one token, one row may be that token's or all tokens': it cannot tell, and
+    # all have to choose alike.
+    is_for_all = 1 not in given.where.layout.lengths
+    if bias is not None and bias.dim() > 1 and not (bias.shape[-2] == 1 and is_for_all):
         why_not = "a bias with rows of its own for each query does not travel with the heads"
     inner = given.links[-1].ranks
     if given.scalars["dropout_p"] > 0.0 and H % inner:
@@ -270,6 +288,8 @@ def _sign(given: Given, schedule: str, mask: Mask) -> Signature:
     """What must be alike on every rank, in words."""
     layout = given.where.layout.key
     signature = {"schedule": schedule, "layout": layout, "mask": describe_mask(mask)}
+    # A rank under no_grad sends nothing backward, where the others would wait for it.
+    signature["grad mode"] = str(torch.is_grad_enabled())
     for name, x in given.floating.items():
         if x is None:
             signature[name] = "None"

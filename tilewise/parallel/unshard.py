@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .agree import Memo, Signature, agree
 from .comm import Link, Pending
-from .layout import Layout
+from .layout import Layout, check_dim, check_layout
 from .prepare import link_of
+
+OP = "unshard"
+_agreed: Memo[bool] = Memo()
 
 
 @torch.compiler.disable
@@ -25,20 +29,45 @@ def unshard(
         dim: of x, the tokens'.
     Returns: S tokens along `dim`, the same on every rank. Its gradient is summed over ranks: each
         rank's loss counts.
-    Raises: ValueError where x does not hold this rank's tokens.
+    Raises: ValueError where x does not hold this rank's tokens or the ranks do not agree, at the
+        first use of a call on every rank.
     Cost: receives the others' shards, each as long as the longest.
     Deterministic: forward and backward, always.
     """
-    link = link_of("unshard", mesh, group)
-    own = layout.lengths[link.rank]
-    if layout.ranks != link.ranks or x.shape[dim] != own:
-        raise ValueError(
-            f"unshard: rank {link.rank} of {layout.ranks} holds {own} tokens, got {list(x.shape)} "
-            f"along dim {dim}, and {link.ranks} ranks."
-        )
+    link = link_of(OP, mesh, group)
+    _compare(x, layout, link, dim)
     run: Any = _Unshard.apply
     whole: Tensor = run(x.movedim(dim, 0), layout, link)
     return whole.movedim(0, dim)
+
+
+def _compare(x: Tensor, layout: Layout, link: Link, dim: int) -> None:
+    """Raise unless the call is right here; at its first use, on every rank unless all are alike."""
+    error: ValueError | None = None
+    signature: Signature = {}
+    try:
+        _check(x, layout, link, dim)
+        at = dim % x.dim()
+        shape = [*x.shape[:at], "own", *x.shape[at + 1 :]]
+        signature = {"layout": layout.key, "x": f"{x.dtype} {shape}", "dim": str(at)}
+    except ValueError as found:
+        error = found
+
+    def at_first() -> bool:
+        agree(OP, (link,), signature, error)
+        return True
+
+    _agreed.recall((link,), (*signature.values(), str(error)), at_first)
+
+
+def _check(x: Tensor, layout: Layout, link: Link, dim: int) -> None:
+    check_dim(OP, "x", x, dim)
+    check_layout(OP, layout, link.ranks)
+    own = layout.lengths[link.rank]
+    if x.shape[dim] != own:
+        raise ValueError(
+            f"{OP}: rank {link.rank} holds {own} tokens, got {list(x.shape)} along dim {dim}."
+        )
 
 
 class _Unshard(torch.autograd.Function):

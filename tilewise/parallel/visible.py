@@ -10,6 +10,8 @@ Dims: B batch, H query heads, S tokens of the sequence, M query positions, N key
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -123,50 +125,81 @@ def as_band(lows: Tensor, highs: Tensor, N: int) -> Mask | None:
     return window(left + right, 0, offset=right)
 
 
-def as_packed(lows: Tensor, highs: Tensor, N: int) -> tuple[Mask, tuple[Tensor, Tensor]] | None:
-    """Local intervals as sequences that are packed one after the other, or None.
+class Packing(NamedTuple):
+    """Sequences that are packed one after the other: queries `[q0, q1)`, keys `[k0, k1)`.
 
-    Returns: the mask inside each, full or causal to its last key, and where they start and end:
-        int32 edges of queries and of keys. Some have no keys, or no queries.
+    mask: inside each, full or causal to its last key. edges: where they start and end, int32, of
+    queries from q0 on and of keys from k0 on. Some have no keys, or no queries.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    mask: Mask
+    edges: tuple[Tensor, Tensor]
+
+
+def as_packed(lows: Tensor, highs: Tensor, most: int) -> list[Packing] | None:
+    """Local intervals as packed sequences, or None.
+
+    most: how many packings they may take. Rows of one document in several chunks, between which
+    others are missing, see the same keys: each is of a packing of its own.
     """
     if lows.shape[:2] != (1, 1) or lows.shape[-1] != 1:
         return None
     low, high = lows.flatten(), highs.flatten()
-    low = torch.where(high > low, low, -1)
-    is_first = torch.ones_like(low, dtype=torch.bool)
-    is_first[1:] = low[1:] != low[:-1]
-    first = is_first.nonzero().flatten()
-    last = torch.cat([first[1:], first.new_tensor([low.numel()])]) - 1
-    # Every row's distance from the last of its run, and what it lacks of that one's keys.
-    run = is_first.cumsum(0) - 1
-    lacking = high[last][run] - high
-    seen = low >= 0
-    missing = (last[run] - torch.arange(low.numel(), device="cpu"))[seen]
-    if not bool(lacking[seen].any()):
-        mask: Mask = full()
-    elif torch.equal(lacking[seen], missing):
-        mask = causal()
-    else:
-        return None
-    edges: tuple[list[int], list[int]] = ([0], [0])
+    low, high = (torch.where(high > low, x, -1) for x in (low, high))
+    # Inside a sequence that is full all rows end at one key, and in a causal one each a key later.
+    steps = torch.where(low >= 0, torch.arange(low.numel(), device="cpu"), 0)
+    full_starts, causal_starts = _run_starts(low, high), _run_starts(low, high - steps)
+    is_full = full_starts.numel() <= causal_starts.numel()
+    starts = full_starts if is_full else causal_starts
+    stops = torch.cat([starts[1:], starts.new_tensor([low.numel()])])
+    # Each packing: edges of queries and of keys, from the first of either on.
+    packings: list[tuple[list[int], list[int]]] = []
     for start, stop, k0, k1 in zip(
-        first.tolist(), (last + 1).tolist(), low[first].tolist(), high[last].tolist(), strict=True
+        *(x.tolist() for x in (starts, stops, low[starts], high[stops - 1])), strict=True
     ):
         if k0 < 0:
-            k0 = k1 = edges[1][-1]
-        if k0 < edges[1][-1]:
-            return None
-        # Keys that nobody sees.
-        if k0 > edges[1][-1]:
-            edges[0].append(start)
-            edges[1].append(k0)
-        edges[0].append(stop)
-        edges[1].append(k1)
-    if edges[1][-1] < N:
-        edges[0].append(low.numel())
-        edges[1].append(N)
-    q_edges, k_edges = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in edges)
-    return mask, (q_edges, k_edges)
+            continue
+        free = next((x for x in packings if x[1][-1] <= k0), None)
+        if free is None:
+            if len(packings) == most:
+                return None
+            free = ([start], [k0])
+            packings.append(free)
+        _append(*free, (start, stop), (k0, k1))
+    mask = full() if is_full else causal()
+    return [_packing(mask, *edges) for edges in packings]
+
+
+def _run_starts(*numbers: Tensor) -> Tensor:
+    """Where runs of rows start that have all numbers alike."""
+    is_first = torch.ones_like(numbers[0], dtype=torch.bool)
+    is_first[1:] = torch.stack([x[1:] != x[:-1] for x in numbers]).any(0)
+    return is_first.nonzero().flatten()
+
+
+def _append(
+    q_edges: list[int], k_edges: list[int], rows: tuple[int, int], keys: tuple[int, int]
+) -> None:
+    """Put a sequence behind the others, and before it what is between: rows that see nothing here,
+    then keys that nobody sees."""
+    for row, key in ((rows[0], k_edges[-1]), (rows[0], keys[0]), (rows[1], keys[1])):
+        if (row, key) != (q_edges[-1], k_edges[-1]):
+            q_edges.append(row)
+            k_edges.append(key)
+
+
+def _packing(mask: Mask, q_edges: list[int], k_edges: list[int]) -> Packing:
+    q0, k0 = q_edges[0], k_edges[0]
+    edges = (
+        torch.tensor([x - first for x in side], dtype=torch.int32, device="cpu")
+        for side, first in ((q_edges, q0), (k_edges, k0))
+    )
+    q_side, k_side = edges
+    return Packing(q0, q_edges[-1], k0, k_edges[-1], mask, (q_side, k_side))
 
 
 def as_table(mask: Mask, rows: Tensor, columns: Tensor, B: int, H: int) -> Mask:

@@ -13,6 +13,7 @@ from tilewise.bench.gpu import run as gpu_run
 from tilewise.bench.gpu import words
 from tilewise.bench.gpu.grids import Grid
 from tilewise.bench.gpu.peers import FLASH
+from tilewise.bench.gpu.resume import ResumeError, read_run
 from tilewise.bench.gpu.run import File, Request, Result, run
 from tilewise.bench.progress import Silent
 
@@ -81,6 +82,53 @@ def test_the_file_is_whole_after_every_case(tmp_path: Path) -> None:
     run(REQUEST, Silent(), Meter(), store=store)
     assert seen == [(1, False), (2, False), (3, False), (4, False), (5, False), (5, True)]
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_run_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    readings = clock(0.0, 1.0, 2.0, 61.0)
+    first = run(
+        replace(REQUEST, minutes=1.0), Silent(), Meter(), store=File(path),
+        clock=lambda: next(readings),
+    )  # fmt: skip
+    stored = read_run(path)
+    whole = run(REQUEST, Silent(), Meter(call_s=0.002), store=File(path), stored=stored)
+    assert [cell.grid for cell in whole.cells] == [
+        "anchor, start", "dense", "anchor, end", "anchor, start", "dense", "dense", "anchor, end",
+    ]  # fmt: skip
+    assert whole.is_finished and whole.earlier == [first.header]
+    before, after = (x.as_json()["rows"] for x in (first, whole))
+    assert after[:3] == before and len(after) == 7
+    # Nothing is left but the anchor; headers of all processes are kept.
+    again = run(REQUEST, Silent(), Meter(), stored=read_run(path))
+    assert len(again.cells) == 9 and len(again.earlier) == 2
+
+
+def test_what_failed_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    run(REQUEST, Silent(), Meter(), store=File(path))
+    document = json.loads(path.read_text())
+    document["rows"][2]["note"] = "raised OutOfMemoryError"
+    path.write_text(json.dumps(document))
+    result = run(REQUEST, Silent(), Meter(), stored=read_run(path))
+    assert [cell.case.length for cell in result.cells] == [40, 32, 1100, 40, 40, 36, 40]
+
+
+def test_a_run_of_other_code_or_cases_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    run(REQUEST, Silent(), Meter(), store=File(path))
+    text = path.read_text()
+    other = json.loads(text)
+    other["header"]["torch"] = "1.0"
+    path.write_text(json.dumps(other))
+    with pytest.raises(ResumeError, match=r"run.json was measured with torch 1\.0, this run has"):
+        run(REQUEST, Silent(), Meter(), stored=read_run(path))
+    path.write_text(text.replace("M=N 36", "M=N 37"))
+    with pytest.raises(ResumeError, match="M=N 37 in the grid dense, which this run would not"):
+        run(REQUEST, Silent(), Meter(), stored=read_run(path))
+    path.write_text("{}")
+    with pytest.raises(ResumeError, match="resume must name a stored run on a GPU, got"):
+        read_run(path)
 
 
 def test_an_interrupted_run_leaves_its_cases(tmp_path: Path) -> None:

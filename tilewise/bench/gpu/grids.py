@@ -120,12 +120,15 @@ def _small(lengths: Sequence[int]) -> list[Case]:
 
 def _host(lengths: Sequence[int]) -> list[Case]:
     # Work for a few microseconds, so that the queue never fills.
-    return [
-        replace(_case(mask, length, 64, direction), B=1, H=2)
-        for length in lengths
-        for mask in ("full", "causal")
-        for direction in (HOST, HOST_GRAD)
-    ]
+    found = []
+    for length in lengths:
+        for direction in (HOST, HOST_GRAD):
+            plain = [
+                replace(_case(mask, length, 64, direction), B=1, H=2) for mask in ("full", "causal")
+            ]
+            documents = (length // 3, length - length // 3)
+            found += [*plain, replace(plain[1], mask="documents", documents=documents)]
+    return found
 
 
 _Make = Callable[[Sequence[int]], list[Case]]

@@ -1,4 +1,7 @@
-"""One run on a GPU: ceilings, an anchor, the grids, the anchor again; stored after every case."""
+"""One run on a GPU: ceilings, an anchor, the grids, the anchor again; stored after every case.
+
+One that the time did not suffice for may be gone on with by another process.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from .judge import PASS, judge, ratios, shares_of_next_power, summarize
 from .measure import Bench, measure_cell
 from .meter import Meter
 from .peers import find_roster
+from .resume import Stored, check_same, key_of, restore
 
 _PRODUCT_SIZE = 8192
 _COPY_BYTES = 1 << 30
@@ -49,7 +53,8 @@ class Request:
 
 @dataclass
 class Result:
-    """What was found so far. left_out: cases that the time did not suffice for."""
+    """What was found so far. left_out: cases that the time did not suffice for. earlier: headers of
+    the processes that measured before this one."""
 
     header: dict[str, Any]
     absent: dict[str, str]
@@ -57,6 +62,7 @@ class Result:
     left_out: list[str] = field(default_factory=list)
     problem: str = ""
     is_finished: bool = False
+    earlier: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def has_failed(self) -> bool:
@@ -65,6 +71,7 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         return {
             "header": self.header,
+            "earlier": self.earlier,
             "finished": self.is_finished,
             "problem": self.problem,
             "left_out": self.left_out,
@@ -85,8 +92,12 @@ def run(
     *,
     store: Store = lambda result: None,
     clock: Callable[[], float] = time.monotonic,
+    stored: Stored | None = None,
 ) -> Result:
-    """Measure until the grids or the minutes are at their end; `store` gets every new state."""
+    """Measure until the grids or the minutes are at their end; `store` gets every new state.
+
+    stored: a run to go on with, whose cells are not measured again.
+    """
     start = clock()
     grids = [
         gpu_grid(name, lengths=request.lengths, dtypes=request.dtypes, is_quick=request.is_quick)
@@ -96,6 +107,8 @@ def run(
         bench, result = _begin(request, meter)
         work = [(grid, case) for grid in grids for case in grid.cases]
         ends = [_anchor_grid("anchor, start"), _anchor_grid("anchor, end")]
+        if stored is not None:
+            work = _go_on(result, stored, work, ends)
         progress.stage("bench", len(work) + 2)
         for grid, case in ((ends[0], ends[0].cases[0]), *work, (ends[1], ends[1].cases[0])):
             is_late = request.minutes is not None and clock() - start > 60 * request.minutes
@@ -113,6 +126,19 @@ def run(
     result.is_finished = not result.left_out
     store(result)
     return result
+
+
+def _go_on(
+    result: Result, stored: Stored, work: Sequence[tuple[Grid, Case]], ends: Sequence[Grid]
+) -> list[tuple[Grid, Case]]:
+    """Put what is stored into the result. Returns: what is left to do."""
+    check_same(stored, result.header)
+    others = [gpu_grid(name) for name in GPU_GRIDS]
+    known = [(grid.name, case) for grid in (*others, *ends) for case in grid.cases]
+    known += [(grid.name, case) for grid, case in work]
+    result.cells, result.earlier = restore(stored, known), stored.headers
+    done = {key_of(cell.grid, cell.case) for cell in result.cells}
+    return [(grid, case) for grid, case in work if key_of(grid.name, case) not in done]
 
 
 def _begin(request: Request, meter: Meter) -> tuple[Bench, Result]:

@@ -75,12 +75,12 @@ class Launch:
 
     @property
     def dims(self) -> tuple[int, int] | None:
-        """Head dims as its tiles hold them, filled up; None where it has no tiles."""
+        """Head dims as its products take them, filled up; None where it has no tiles."""
         for argument in reversed(self.arguments):
             if hasattr(argument, "value_dims"):
                 return sum(argument.dims[1:]), sum(argument.value_dims[1:])
             if hasattr(argument, "value_dim"):
-                return argument.dim, argument.value_dim
+                return argument.width, getattr(argument, "value_width", argument.value_dim)
         return None
 
     @property

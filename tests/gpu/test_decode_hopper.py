@@ -3,9 +3,11 @@ guard against a protocol that hangs."""
 
 import faulthandler
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import tilewise as tw
 from tests.gpu.common import DEVICE, ints
@@ -42,8 +44,14 @@ def test_within_the_budget(case: HopperCase) -> None:
     held(case)
 
 
-def test_auto_takes_it() -> None:
-    q, cache, options = (on_device(x) for x in draw(HopperCase("auto", 16)))
+def here(case: HopperCase, seed: int = 0) -> tuple[Tensor, tw.KVCache, dict[str, Any]]:
+    """q, a cache and options, on the GPU."""
+    q, cache, options = draw(case, seed)
+    return on_device(q), on_device(cache), {name: on_device(x) for name, x in options.items()}
+
+
+def test_auto_takes_it_for_many_rows() -> None:
+    q, cache, options = here(HopperCase("auto", 128))
     assert tw.explain_cache_backend(q, cache, **options).name == "hopper"
     chosen = tw.attention_with_cache(q, cache, **options)
     named = tw.attention_with_cache(q, cache, **options, backend="hopper")
@@ -51,43 +59,45 @@ def test_auto_takes_it() -> None:
     # Each backend rounds in its own way, and a warm call is that of its backend.
     assert torch.equal(chosen, named) and not torch.equal(chosen, other)
     assert torch.equal(tw.attention_with_cache(q, cache, **options, backend="triton"), other)
+    assert tw.explain_cache_backend(q[:, :, :16], cache, **options).name == "triton"
 
 
 @pytest.mark.parametrize("page", [None, 64])
 def test_a_graph_captured_short_is_right_for_any_lengths(page: int | None) -> None:
-    case = HopperCase("graph", 128, 2, (700, 3, 0, 2000, 33, 64, 1), page)
+    case = HopperCase("graph", 16, 2, (700, 3, 0, 333, 33, 64, 1), page)
     q, cache, options = draw(case)
-    here, q_here = on_device(cache), on_device(q)
-    here.lengths.copy_(ints(1, 1, 0, 32, 1, 0, 1))
-    with torch.cuda.stream(torch.cuda.Stream()):
-        tw.attention_with_cache(q_here, here, **options)
-    torch.cuda.synchronize()
+    q_here, cache_here = on_device(q), on_device(cache)
+    cache_here.lengths.copy_(ints(1, 1, 0, 32, 1, 0, 1))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        tw.attention_with_cache(q_here, cache_here, **options, backend="hopper")
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = tw.attention_with_cache(q_here, here, **options)
+        out = tw.attention_with_cache(q_here, cache_here, **options, backend="hopper")
     for lengths in (case.lengths, (0, 0, 0, 0, 0, 0, 0), (65, 3, 0, 96, 2, 64, 0), case.lengths):
         cache.lengths.copy_(torch.tensor(lengths))
-        here.lengths.copy_(ints(*lengths))
+        cache_here.lengths.copy_(ints(*lengths))
         graph.replay()
         call = call_of(q, cache, options)
         assert_within_budget(out.cpu(), cache_reference(call).out, cache_eager(call).out)
 
 
 def test_repeats_give_the_same_bits() -> None:
-    case = HopperCase("repeats", 128, 2, (5000, 17, 900))
-    q, cache, options = (on_device(x) for x in draw(case))
-    first = tw.attention_with_cache_partial(q, cache, **options)
+    q, cache, options = here(HopperCase("repeats", 128, 2, (5000, 17, 900)))
+    first = tw.attention_with_cache_partial(q, cache, **options, backend="hopper")
     differs = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(500):
-        again = tw.attention_with_cache_partial(q, cache, **options)
+        again = tw.attention_with_cache_partial(q, cache, **options, backend="hopper")
         differs += (again.out != first.out).sum() + (again.lse != first.lse).sum()
     assert int(differs) == 0
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
     case = HopperCase("neighbours", 16, 2, (3001,), options={"batch_invariant": True})
-    q, own, options = (on_device(x) for x in draw(case))
-    alone = tw.attention_with_cache_partial(q, own, **options)
+    q, own, options = here(case)
+    alone = tw.attention_with_cache_partial(q, own, **options, backend="hopper")
     generator = torch.Generator().manual_seed(0)
     assert own.block_table is not None
     for _ in range(30):
@@ -99,17 +109,17 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
         cache = tw.KVCache(own.k, own.v, lengths.to(DEVICE), table)
         queries = torch.randn(B, *q.shape[1:], device=DEVICE).to(q.dtype)
         queries[at] = q[0]
-        got = tw.attention_with_cache_partial(queries, cache, **options)
+        got = tw.attention_with_cache_partial(queries, cache, **options, backend="hopper")
         assert torch.equal(got.out[at], alone.out[0]) and torch.equal(got.lse[at], alone.lse[0])
 
 
 def test_warm_calls_are_cold_ones() -> None:
     case = HopperCase("warm", 16, 2, (900, 3, 333), sinks=True)
-    q, first, options = (on_device(x) for x in draw(case))
-    other, second, _ = (on_device(x) for x in draw(case, seed=1))
-    tw.attention_with_cache(q, first, **options)
+    q, first, options = here(case)
+    other, second, _ = here(case, seed=1)
+    tw.attention_with_cache(q, first, **options, backend="hopper")
     assert len(warm._kept) == 1
-    got = tw.attention_with_cache(other, second, **options)
+    got = tw.attention_with_cache(other, second, **options, backend="hopper")
     assert len(warm._kept) == 1
     warm._kept.clear()
-    assert torch.equal(tw.attention_with_cache(other, second, **options), got)
+    assert torch.equal(tw.attention_with_cache(other, second, **options, backend="hopper"), got)
