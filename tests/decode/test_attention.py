@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -158,6 +159,35 @@ def test_out_is_written_in_place_whatever_its_strides() -> None:
     assert bool(out[..., E:].isnan().all())
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("num_splits", [None, 2])
+def test_out_may_be_q(is_packed: bool, num_splits: int | None) -> None:
+    lengths, counts = [40, 9, 24], [3, 1, 2]
+    cache = tw.KVCache.allocate(
+        3, 48, G, D, page_size=8, dtype=torch.float32, device=UNDER_TEST.device
+    )
+    k, v = (on_device(torch.randn(sum(lengths), G, D)) for _ in "kv")
+    unread(cache.k)
+    unread(cache.v)
+    cache.append(k, v, cu_seqlens=ints(0, *lengths).cumsum(0))
+    q = queries(sum(counts) + 2) if is_packed else queries(3, 3)
+    options = {"mask": tw.causal(), "num_splits": num_splits}
+    if is_packed:
+        options["cu_seqlens_q"] = ints(0, *counts).cumsum(0)
+    expected = tw.attention_with_cache(q, cache, **options)
+    assert tw.attention_with_cache(q, cache, out=q, **options) is q
+    assert torch.equal(q, expected)
+
+
+def test_numbers_of_other_libraries_are_ints() -> None:
+    cache, q = filled([20, 9], 24), queries(4)
+    given = {"mask": tw.causal(), "cu_seqlens_q": ints(0, 1, 4)}
+    others = {"max_seqlen_q": np.int64(3), "num_splits": np.int32(2)}
+    plain = {"max_seqlen_q": 3, "num_splits": 2}
+    expected = tw.attention_with_cache(q, cache, **given, **plain)
+    assert torch.equal(tw.attention_with_cache(q, cache, **given, **others), expected)
+
+
 def test_compiled_is_eager() -> None:
     """In one graph, with a cache that grows: lengths are data."""
     cache, q = filled([20, 9], 24, 8), queries(2, 1)
@@ -179,18 +209,22 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "cache": ({"cache": None}, "cache must be a KVCache, got NoneType"),
     "q": ({"q": None}, "q must be a tensor"),
     "mask": ({"mask": torch.ones(3)}, "mask must be a tilewise Mask, got Tensor"),
-    "batch": ({"q": torch.zeros(3, 1, H, D)}, r"q must be \[2, M, H, 16\], got \[3, 1, 6, 16\]"),
-    "dim": ({"q": torch.zeros(2, 1, H, D + 1)}, r"q must be \[2, M, H, 16\], got \[2, 1, 6, 17\]"),
+    "batch": ({"q": torch.zeros(3, 1, H, D)}, r"q must be \[B, M, H, 16\] with B = 2, got \[3, 1,"),
+    "dim": ({"q": torch.zeros(2, 1, H, D + 1)}, r"q must be \[B, M, H, 16\], got \[2, 1, 6, 17\]"),
     "heads": ({"q": torch.zeros(2, 1, 5, D)}, "a multiple of the kv heads of the cache"),
     "dtype": ({"q": torch.zeros(2, 1, H, D).half()}, "q must have the cache's dtype"),
     "int q": ({"q": torch.zeros(2, 1, H, D).int()}, "q must be float16, bfloat16, float32"),
     "packed": ({"cu_seqlens_q": ints(0, 1, 2)}, r"q must be \[T, H, 16\]"),
     "cu": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": ints(0, 3, 5)}, "cu_seqlens_q ends at 5"),
+    "no cu": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": [0, 3, 4]},
+              "cu_seqlens_q must be a tensor, got list"),
+    "cu size": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": ints(0, 4)},
+                r"cu_seqlens_q must be \[3\], got \[2\]"),
     "cu dtype": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": torch.zeros(3)}, "cu_seqlens_q must"),
     "longest": ({"q": torch.zeros(4, H, D), "cu_seqlens_q": ints(0, 3, 4), "max_seqlen_q": 2},
                 "max_seqlen_q is 2, but a sequence has 3 queries"),
-    "max": ({"max_seqlen_q": 1.5}, "max_seqlen_q must be an int"),
-    "splits": ({"num_splits": 0}, "num_splits must be None or an int >= 1"),
+    "max": ({"max_seqlen_q": 1.5}, "max_seqlen_q must be an int >= 0, got 1.5"),
+    "splits": ({"num_splits": 0}, "num_splits must be an int >= 1"),
     "scale": ({"scale": float("inf")}, "scale must be finite"),
     "text": ({"scale": "0.3"}, "scale must be a number, got '0.3'"),
     "numbers": ({"softcap": [2.0]}, r"softcap must be a number, got \[2.0\]"),
@@ -201,6 +235,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"bias": torch.zeros(1, H, 1, 3)}, "bias must broadcast to"),
     "bool bias": ({"bias": torch.ones(1, dtype=torch.bool)}, "bias must be .* got torch.bool"),
     "out": ({"out": torch.zeros(2, 1, H, E + 1)}, r"out must be \[2, 1, 6, 8\]"),
+    "out expanded": ({"out": torch.zeros(1, 1, H, E).expand(2, 1, H, E)},
+                     "out must have memory for each of its elements"),
     "out dtype": ({"out": torch.zeros(2, 1, H, E).half()}, "out must have q's dtype"),
     "backend": ({"backend": "cuda"}, "backend must be one of"),
     "tree": ({"mask": tw.tree(ints([1], [1], [1]))}, r"tree: expected bits \[2 or 1, M\]"),
@@ -268,5 +304,7 @@ def test_the_op_is_what_its_schema_says(packed: bool) -> None:
     lse = q.new_zeros(H, 4) if packed else q.new_zeros(2, H, 3)
     op = torch.ops.tilewise.attention_with_cache_fwd.default
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    found = torch.library.opcheck(op, (out, lse, q, *flatten(call), "tiled"), test_utils=tests)
+    found = torch.library.opcheck(
+        op, (out, lse, q, *flatten(call), "tiled", None), test_utils=tests
+    )
     assert set(found.values()) == {"SUCCESS"}

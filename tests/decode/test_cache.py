@@ -82,7 +82,8 @@ def filled(page: int | None, dtype: torch.dtype = torch.float32) -> tw.KVCache:
 
 APPENDS: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({}, "sequence 2 would grow to 27 tokens, but the cache holds 2[45]"),
-    "dims": ({"k": torch.zeros(B, 3, G, D + 1)}, r"k must be \[3, L, 2, 8\], got"),
+    "dims": ({"k": torch.zeros(B, 3, G, D + 1)}, r"k must be \[B, L, 2, 8\], got"),
+    "batch": ({"k": torch.zeros(2, 3, G, D)}, r"k must be \[B, L, 2, 8\] with B = 3, got"),
     "one length": ({"v": torch.zeros(B, 2, G, E)}, "v must be .* with L = 3"),
     "dtype": ({"k": torch.zeros(B, 3, G, D).half()}, "k must have the cache's dtype"),
     "no tensor": ({"v": None}, "v must be None for a latent cache"),
@@ -116,6 +117,36 @@ def test_a_refused_append_changes_nothing(name: str, page: int | None) -> None:
         assert torch.equal(getattr(cache, n), x)
 
 
+@pytest.mark.parametrize("name", ["k", "v", "lengths"])
+def test_elements_that_share_memory_are_not_written(name: str) -> None:
+    given = {n: x for n, x in parts().items() if x is not None}
+    for n in ("k", "v"):
+        given[n].zero_()
+    given[name] = given[name][:1].expand_as(given[name])
+    cache = tw.KVCache(**given)
+    with pytest.raises(ValueError, match=rf"{name} must have memory for each of its elements"):
+        cache.append(torch.ones(B, 3, G, D), torch.ones(B, 3, G, E))
+    assert not any(x.any() for x in cache.tensors().values())
+    # Reading is another matter.
+    assert not tw.attention_with_cache(torch.ones(B, 1, G, D), cache).any()
+
+
+@pytest.mark.parametrize("learned", ["k", "v"])
+def test_keys_and_values_that_are_learned_are_not_stored(learned: str) -> None:
+    cache = filled(5)
+    cache.lengths.zero_()
+    before = {n: x.clone() for n, x in cache.tensors().items()}
+    new = {"k": torch.zeros(B, 3, G, D), "v": torch.zeros(B, 3, G, E)}
+    new[learned].requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"KVCache.append: has no gradient"):
+        cache.append(**new)
+    for n, x in before.items():
+        assert torch.equal(getattr(cache, n), x)
+    with torch.no_grad():
+        cache.append(**new)
+    assert cache.lengths.tolist() == [3] * B
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -132,7 +163,12 @@ def test_no_cache_has_such_sizes(change: dict[str, Any], message: str) -> None:
         tw.KVCache.allocate(**given)
 
 
-@pytest.mark.parametrize("tokens", [-1, 1.5, "1", torch.tensor([1.0])])
+ROWS = torch.ones(B, 1).int()
+
+
+@pytest.mark.parametrize(
+    "tokens", [-1, 1.5, "1", True, torch.tensor([1.0]), ints(1, 1), ROWS, ints(1, -1, 0)], ids=str
+)
 def test_what_was_never_written_is_not_wound_back_to(tokens: Any) -> None:
     cache = filled(5)
     before = cache.lengths.clone()

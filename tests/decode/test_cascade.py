@@ -67,5 +67,7 @@ def test_what_it_cannot_say_is_refused() -> None:
         tw.cascade_attention(q, shared, behind, mask=tw.window(3, 0))
     with pytest.raises(ValueError, match="prefix must be a KVCache of one sequence, got 2"):
         tw.cascade_attention(q, behind, behind)
+    with pytest.raises(ValueError, match=r"cascade_attention: q must be \[B, M, H, D\], got 3 dim"):
+        tw.cascade_attention(draw(3, H, D), shared, behind)
     with pytest.raises(ValueError, match="q must be a tensor, got NoneType"):
         tw.cascade_attention(None, shared, behind)  # type: ignore[arg-type]

@@ -113,6 +113,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"cache": tw.KVCache.allocate(2, 8, 1, R + P, R)},
         "cache must be latent.*got another KVCache",
     ),
+    # What attention takes for a default is wrong here.
+    "scale": ({"scale": None}, "scale must be a number, which the model defines, got None"),
     "no cache": ({"cache": None}, "cache must be latent.*got NoneType"),
     "no tensor": ({"q_latent": [0.0]}, "q_latent must be a tensor, got list"),
 }
@@ -128,7 +130,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         "cache": latent([9, 3], 4)[0],
     }
     with pytest.raises(ValueError, match=f"mla_with_cache: .*{message}"):
-        tw.mla_with_cache(**{**given, **change}, scale=0.2)
+        tw.mla_with_cache(**{"scale": 0.2, **given, **change})
 
 
 def test_values_of_a_latent_cache_are_not_appended() -> None:

@@ -247,6 +247,23 @@ def test_flash_attn_3_float8_cache_and_page_table() -> None:
         assert_within_budget(out[b], exact, eager)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k_descale": [1.0]}, "k_descale must be a tensor, got list"),
+        ({"cu_seqlens_q": [0, 1, 2, 3]}, "cu_seqlens_q must be a tensor, got list"),
+        ({"cu_seqlens_k_new": torch.tensor([0, 1, 2, 3])}, "cu_seqlens_k_new says where new keys"),
+        ({"num_splits": 1.5}, "num_splits must be an int >= 0, got 1.5"),
+    ],
+)
+def test_flash_attn_3_says_what_does_not_fit(change: dict[str, Any], message: str) -> None:
+    q, k, v = torch.randn(B, 1, H, D), torch.randn(B, N, G, D), torch.randn(B, N, G, E)
+    if "cu_seqlens_q" in change:
+        q = q[:, 0]
+    with pytest.raises(ValueError, match=f"flash_attn_with_kvcache: {message}"):
+        fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=9, **change)
+
+
 def test_packed_function_over_pages() -> None:
     """`flash_attn_varlen_func(block_table=)`: the lengths are those of cu_seqlens_k."""
     k, v = torch.randn(9, 16, G, D), torch.randn(9, 16, G, E)
@@ -286,6 +303,8 @@ def test_packed_function_over_pages() -> None:
         ({"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, "holds 9 positions"),
         ({"rotary_cos": torch.ones(9, 9), "rotary_sin": torch.ones(9, 9)}, "R <= D = 16"),
         ({"num_splits": -1}, "num_splits must be an int >= 0"),
+        ({"q": torch.zeros(B + 1, 3, H, D, dtype=torch.bfloat16), "k": None, "v": None},
+         "k_cache must have a row for each of the 4 sequences of q"),
         ({"block_table": torch.zeros(3, 1).int(), "cache_batch_idx": torch.zeros(3).int()},
          "cache_batch_idx must be None beside block_table"),
         ({"k": torch.zeros(B, 3, G, D)}, "k must have the cache's dtype"),

@@ -14,6 +14,7 @@ from ..core.partials import Partial
 from ..core.shapes import accumulator_of, check_same_device, check_shapes
 from . import warm
 from .cache import KVCache as KVCache
+from .cache import check_writable
 from .call import CacheCall, Splits, check_contents, make_call
 from .choice import choose, explain
 from .ops import flatten, run_kernels
@@ -63,7 +64,8 @@ def attention_with_cache(
         num_splits: into how many parts the kernels cut the capacity; they choose when None.
         batch_invariant: parts of a fixed size: a sequence's result is the same bit for bit whatever
             else is in the batch.
-        out: where to write the result: of its shape, in q's dtype, on its device, any strides.
+        out: where to write the result: of its shape, in q's dtype, on its device, any strides; it
+            may be q.
         check: read lengths and indices and raise for what leaves the cache, which waits for a GPU;
             always done on the CPU and where TILEWISE_CHECK=1 is set. Unchecked kernels cut what
             leaves the cache to it.
@@ -213,10 +215,12 @@ def _attend(
         check_same_device(op, {"q": q, "out": out})
         if out.dtype != q.dtype:
             raise ValueError(f"{op}: out must have q's dtype {q.dtype}, got {out.dtype}.")
+        check_writable(op, "out", out)
     if torch.compiler.is_compiling():
-        name = backend
+        # Whether and what tensors hold is asked where the graph runs; of the CPU's always.
+        name, later = backend, None if q.device.type == "cpu" else check
     else:
-        name = choose(op, backend, call)
+        name, later = choose(op, backend, call), False
         if cache.is_checked(check):
             check_contents(op, call)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
@@ -226,7 +230,7 @@ def _attend(
     if key is not None and name in _KERNELS and _is_reusable(call):
         warm.keep(key, run_kernels(name, call, out, lse))
         return Partial(out, lse)
-    torch.ops.tilewise.attention_with_cache_fwd(out, lse, q, *flatten(call), name)
+    torch.ops.tilewise.attention_with_cache_fwd(out, lse, q, *flatten(call), name, later)
     return Partial(out, lse)
 
 

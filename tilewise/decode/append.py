@@ -9,7 +9,15 @@ from torch import Tensor
 
 from ..core.backends import triton_problem
 from ..core.shapes import check_cu_seqlens, check_same_device, check_shapes
-from .cache import FLOAT8, KVCache, place_new, quantise, turned_keys
+from .cache import (
+    FLOAT8,
+    KVCache,
+    check_starts,
+    check_writable,
+    place_new,
+    quantise,
+    turned_keys,
+)
 from .rotary import Rotary
 
 _OP = "KVCache.append"
@@ -24,14 +32,72 @@ def append(
     check: bool | None,
 ) -> None:
     """`KVCache.append`."""
-    if cache.is_latent != (v is None):
+    if torch.compiler.is_compiling():
+        _append_traced(cache, k, v, cu_seqlens, rotary, check)
+        return
+    _check_latent(cache.is_latent, v)
+    _check(cache, k, v, cu_seqlens, rotary)
+    append_checked(cache, k, v, cu_seqlens, rotary, check)
+
+
+def _append_traced(
+    cache: KVCache,
+    k: Tensor,
+    v: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rotary: Rotary | None,
+    check: bool | None,
+) -> None:
+    """The op that stands in compiled and exported programs; it checks what tensors hold."""
+    # Traced tensors have no address: one whose values may lie in its keys is taken for latent.
+    is_latent = v is None
+    if is_latent and (cache.k.stride() != cache.v.stride() or cache.k.shape[3] < cache.v.shape[3]):
+        is_latent = False
+    _check_latent(is_latent, v)
+    _check(cache, k, v, cu_seqlens, rotary)
+    turn: tuple[Any, ...] = (None, None, None, False)
+    if rotary is not None:
+        turn = rotary.cos, rotary.sin, rotary.first, rotary.interleaved
+    scales = cache.k_scale, cache.v_scale
+    chosen, fixed = (scales, (None, None)) if cache.has_token_scales else ((None, None), scales)
+    # What is written has one name.
+    v_cache, v_chosen = (None, None) if v is None else (cache.v, chosen[1])
+    torch.ops.tilewise.cache_append(
+        cache.k, v_cache, cache.lengths, chosen[0], v_chosen, *fixed, cache.block_table,
+        cache.batch_index, k, v, cu_seqlens, *turn, check,
+    )  # fmt: skip
+
+
+def append_checked(
+    cache: KVCache,
+    k: Tensor,
+    v: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rotary: Rotary | None,
+    check: bool | None,
+) -> None:
+    """What is left when shapes are right: contents, and the store."""
+    if cache.is_checked(check):
+        _check_contents(cache, k, cu_seqlens, rotary)
+    _write(cache, k, v, cu_seqlens, rotary)
+
+
+def _check_latent(is_latent: bool, v: Tensor | None) -> None:
+    if is_latent != (v is None):
         raise ValueError(
             f"{_OP}: v must be None for a latent cache, whose values are part of its keys, and a "
             f"tensor for any other, got {'None' if v is None else 'a tensor'}."
         )
-    _check(cache, k, v, cu_seqlens, rotary)
-    if cache.is_checked(check):
-        _check_contents(cache, k, cu_seqlens, rotary)
+
+
+def _write(
+    cache: KVCache,
+    k: Tensor,
+    v: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rotary: Rotary | None,
+) -> None:
+    """Write new tokens and move the lengths. Nothing is checked here."""
     if k.device.type == "cuda" and not triton_problem(k.device) and _is_kernels(cache, k):
         from .triton_append import append_tokens
 
@@ -89,17 +155,16 @@ def _store(
 def _check(
     cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, rotary: Rotary | None
 ) -> None:
-    tensors: dict[str, Any] = {"k": k, "v": v, "cache": cache.k, "cu_seqlens": cu_seqlens}
+    tensors: dict[str, Any] = {"k": k, "v": v, "lengths": cache.lengths, "cu_seqlens": cu_seqlens}
     for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, Tensor) and (name == "k" or not cache.is_latent):
+        if not isinstance(x, Tensor) and (name == "k" or x is not None):
             raise ValueError(f"{_OP}: {name} must be a tensor, got {type(x).__name__}.")
     B, (_, _, G, D), E = cache.B, cache.k.shape, cache.v.shape[3]
-    rows = f"{B} L" if cu_seqlens is None else "T"
+    rows = "B L" if cu_seqlens is None else "T"
     spec = {"k": f"{rows} {G} {D}", "v": f"{rows} {G} {E}"}
-    check_shapes(_OP, tensors, **spec, cu_seqlens=str(B + 1))
+    check_shapes(_OP, tensors, lengths="B", **spec)
+    check_starts(_OP, "cu_seqlens", cu_seqlens, B)
     check_same_device(_OP, tensors)
-    if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{_OP}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
     for name, x in (("k", k), ("v", v)):
         if x is None:
             continue
@@ -110,6 +175,13 @@ def _check(
             raise ValueError(
                 f"{_OP}: {name} must have the cache's dtype {cache.k.dtype}, got {x.dtype}."
             )
+    if torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)):
+        raise NotImplementedError(
+            f"{_OP}: has no gradient; call it under torch.no_grad(), or train with attention, "
+            "which has one."
+        )
+    for name, x in (("the cache's k", cache.k), ("v", cache.v), ("lengths", cache.lengths)):
+        check_writable(_OP, name, x)
     if rotary is not None:
         if not isinstance(rotary, Rotary):
             raise ValueError(f"{_OP}: rotary must be a Rotary, got {type(rotary).__name__}.")

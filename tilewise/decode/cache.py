@@ -230,18 +230,24 @@ class KVCache:
     def rewind(self, tokens: int | Tensor) -> None:
         """Give up the last tokens of every sequence (drafts that were not accepted).
 
-        tokens: an int >= 0, or `[B]` integers; lengths do not fall below 0.
-        Raises: ValueError for what is neither, and for a negative int: what lies behind the lengths
-            was never written.
+        tokens: an int >= 0, or integers `[B]`, none of them negative; lengths do not fall below 0.
+        Raises: ValueError for what is neither, and for negative ones: what lies behind the lengths
+            was never written. A GPU's integers are cut to 0.
         """
         if isinstance(tokens, Tensor):
-            is_right = tokens.dtype in _INDEX
+            is_right = tokens.dtype in _INDEX and tokens.shape in ((), self.lengths.shape)
+            is_read = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+            if is_right and is_read:
+                is_right = bool((tokens >= 0).all())
         else:
-            is_right = is_integer(tokens) and tokens >= 0
+            is_right = is_integer(tokens) and not isinstance(tokens, bool) and tokens >= 0
         if not is_right:
             raise ValueError(
-                f"KVCache.rewind: tokens must be an int >= 0 or integers [B], got {tokens!r}."
+                f"KVCache.rewind: tokens must be an int >= 0 or integers >= 0 [{self.B}], "
+                f"got {tokens!r}."
             )
+        if isinstance(tokens, Tensor):
+            tokens = tokens.clamp(min=0)
         self.lengths.sub_(tokens).clamp_(min=0)
 
     # ------------------------------------------------------------ contents
@@ -252,7 +258,8 @@ class KVCache:
         new: tokens that will be appended, an int or `[B]`.
         """
         lengths, capacity = self.lengths, self.capacity
-        if bool((lengths < 0).any()) or bool((lengths > capacity).any()):
+        least, most = map(int, lengths.aminmax()) if lengths.numel() else (0, 0)
+        if least < 0 or most > capacity:
             raise ValueError(
                 f"{op}: lengths must lie between 0 and the capacity of {capacity}, "
                 f"got {_some(lengths)}."
@@ -365,6 +372,29 @@ def place_new(cache: KVCache, shape: torch.Size, cu_seqlens: Tensor | None) -> M
 def turned_keys(cache: KVCache, k: Tensor, new: Mapping[str, Tensor], rotary: Rotary) -> Tensor:
     first = cache.lengths if rotary.first is None else rotary.first
     return rotate(k, first.to(torch.int64)[new["b"]] + new["i"], rotary)
+
+
+def check_writable(op: str, name: str, x: Tensor) -> None:
+    """Raise ValueError for an expanded tensor, in which several elements are one."""
+    # Asked of every call: sizes only where a stride is 0.
+    if 0 in x.stride() and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(
+            f"{op}: {name} must have memory for each of its elements, got {list(x.shape)} with "
+            f"strides {list(x.stride())}; clone() it first."
+        )
+
+
+def check_starts(op: str, name: str, cu_seqlens: Tensor | None, B: int) -> None:
+    """Raise ValueError for what cannot say where B sequences of packed tokens start. Reads nothing,
+    and makes no number of B, so that compiled calls take any batch."""
+    if cu_seqlens is None:
+        return
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"{op}: {name} must be a tensor, got {type(cu_seqlens).__name__}.")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] != B + 1:
+        raise ValueError(f"{op}: {name} must be [{B + 1}], got {list(cu_seqlens.shape)}.")
+    if cu_seqlens.dtype not in _INDEX:
+        raise ValueError(f"{op}: {name} must be int32 or int64, got {cu_seqlens.dtype}.")
 
 
 def _check_range(op: str, name: str, index: Tensor, stop: int) -> None:

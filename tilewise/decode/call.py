@@ -17,12 +17,11 @@ from ..core.shapes import (
     check_head_ratio,
     check_same_device,
     check_shapes,
+    is_integer,
 )
 from ..dense.checks import check_numbers
 from ..dense.piece import Terms
-from .cache import FLOAT8, KVCache
-
-_INDEX = (torch.int32, torch.int64)
+from .cache import FLOAT8, KVCache, check_starts
 
 
 @dataclass(frozen=True)
@@ -100,18 +99,16 @@ def make_call(
         raise ValueError(f"{op}: mask must be a tilewise Mask, got {type(mask).__name__}.")
     B, G, D = cache.B, cache.k.shape[2], cache.k.shape[3]
     named = {"q": q, "cu_seqlens_q": cu_seqlens_q, "lengths": cache.lengths}
-    q_spec = f"{B} M H {D}" if cu_seqlens_q is None else f"T H {D}"
-    dims = check_shapes(op, named, q=q_spec, cu_seqlens_q=str(B + 1))
+    q_spec = f"B M H {D}" if cu_seqlens_q is None else f"T H {D}"
+    dims = check_shapes(op, named, lengths="B", q=q_spec)
     H = dims["H"]
     check_head_ratio(op, H, G, "the query heads of q", "the kv heads of the cache")
     _check_dtypes(op, q, cache)
-    if cu_seqlens_q is not None and cu_seqlens_q.dtype not in _INDEX:
-        raise ValueError(f"{op}: cu_seqlens_q must be int32 or int64, got {cu_seqlens_q.dtype}.")
-    if max_seqlen_q is not None and (not isinstance(max_seqlen_q, int) or max_seqlen_q < 0):
-        raise ValueError(f"{op}: max_seqlen_q must be an int >= 0, got {max_seqlen_q!r}.")
-    count = splits.count
-    if count is not None and (not isinstance(count, int) or count < 1):
-        raise ValueError(f"{op}: num_splits must be None or an int >= 1, got {count!r}.")
+    check_starts(op, "cu_seqlens_q", cu_seqlens_q, B)
+    if max_seqlen_q is not None:
+        max_seqlen_q = whole_number(op, "max_seqlen_q", max_seqlen_q, 0)
+    if splits.count is not None:
+        splits = replace(splits, count=whole_number(op, "num_splits", splits.count, 1))
     checked = _check_terms(op, terms, H, cache, dims.get("M"))
     tensors = {**named, **{n: getattr(checked, n) for n in ("bias", "alibi_slopes", "sinks")}}
     device = check_same_device(op, tensors)
@@ -124,6 +121,14 @@ def make_call(
         mask = mask.lowered(B, H, call.most_queries, longest, device)
     mask.check_contents(B, H, reads=device.type == "cpu" and not torch.compiler.is_compiling())
     return replace(call, mask=mask)
+
+
+def whole_number(op: str, name: str, x: Any, least: int) -> int:
+    """x as an int, or as the symbol that a traced call has."""
+    if not is_integer(x) or x < least:
+        raise ValueError(f"{op}: {name} must be an int >= {least}, got {x!r}.")
+    is_kept: bool = isinstance(x, (int, torch.SymInt))
+    return x if is_kept else int(x)
 
 
 def check_contents(op: str, call: CacheCall) -> None:

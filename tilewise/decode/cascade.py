@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.mask import Mask
 from ..core.mask_leaves import Full, causal, full
 from ..core.partials import Partial, merge
-from ..core.shapes import accumulator_of
+from ..core.shapes import accumulator_of, check_shapes
 from .api import attention_with_cache_partial
 from .cache import KVCache
 
@@ -68,6 +68,7 @@ def cascade_attention(
             f"{_OP}: mask must be full() or causal(), got {type(mask).__name__}; use "
             "attention_with_cache over whole caches for others."
         )
+    check_shapes(_OP, {"q": q}, q="B M H D" if cu_seqlens_q is None else "T H D")
     wide = accumulator_of(q.dtype)
     options: dict[str, Any] = {
         "scale": scale, "softcap": softcap, "out_dtype": wide, "check": check, "backend": backend,

@@ -148,8 +148,8 @@ def explain(op: str, backend: str, call: CacheCall) -> BackendChoice:
         rejected["tiled"] = "plain torch tiles are slower on a GPU"
         rejected["triton"] = "slower on Hopper"
         return BackendChoice(name, f"Hopper's kernel for caches runs here, on {where}", rejected)
-    if is_latent(call):
-        rejected["hopper"] = why_not_hopper(call) or "slower for few rows of few sequences"
+    slower = "slower for few rows of few sequences" if is_latent(call) else "runs when it is named"
+    rejected["hopper"] = why_not_hopper(call) or slower
     if name == "triton":
         from .dense_call import takes
 

@@ -49,6 +49,8 @@ def mla_with_cache(
     if not is_latent:
         got = "another KVCache" if isinstance(cache, KVCache) else type(cache).__name__
         raise ValueError(f"{_OP}: cache must be latent, as KVCache.latent makes it, got {got}.")
+    if scale is None:
+        raise ValueError(f"{_OP}: scale must be a number, which the model defines, got None.")
     R = cache.v.shape[3]
     P = cache.k.shape[3] - R
     rows = "B M H" if options.get("cu_seqlens_q") is None else "T H"

@@ -1,4 +1,5 @@
-"""Attention over a cache as PyTorch knows it: schema, fake kernel, dispatch to a backend."""
+"""Attention over a cache, and appending to one, as PyTorch knows them: schemas, fake kernels,
+dispatch to a backend."""
 
 from __future__ import annotations
 
@@ -9,23 +10,36 @@ from torch import Tensor
 
 from ..core.mask import raise_mask
 from ..dense.piece import Terms
+from .append import append_checked
 from .cache import KVCache
-from .call import CacheCall, Splits
+from .call import CacheCall, Splits, check_contents
 from .choice import choose, is_latent
+from .rotary import Rotary
 
 _REST = (
     "Tensor k, Tensor v, Tensor lengths, Tensor? block_table, Tensor? batch_index, Tensor? starts, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? cu_seqlens_q, Tensor? bias, Tensor? alibi_slopes, "
     "Tensor? sinks, int[] mask_flags, SymInt[] mask_ints, Tensor[] mask_tensors, float scale, "
-    "float? softcap, SymInt max_seqlen_q, SymInt num_splits, bool batch_invariant, str backend"
+    "float? softcap, SymInt max_seqlen_q, SymInt num_splits, bool batch_invariant, str backend, "
+    "bool? check"
+)
+
+# v_cache, v_chosen: None where values are part of the keys. chosen: scales that are written with
+# the tokens that they are of.
+_APPEND = (
+    "Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor(c!) lengths, Tensor(d!)? k_chosen, "
+    "Tensor(e!)? v_chosen, Tensor? k_scale, Tensor? v_scale, Tensor? block_table, "
+    "Tensor? batch_index, Tensor k, Tensor? v, Tensor? cu_seqlens, Tensor? cos, Tensor? sin, "
+    "Tensor? first, bool interleaved, bool? check"
 )
 
 library = torch.library.Library("tilewise", "FRAGMENT")
 library.define(f"attention_with_cache_fwd(Tensor(a!) out, Tensor(b!) lse, Tensor q, {_REST}) -> ()")
+library.define(f"cache_append({_APPEND}) -> ()")
 
 
 class Arguments(NamedTuple):
-    """What `_REST` declares, in its order, without the backend.
+    """What `_REST` declares, in its order, up to the backend.
 
     max_seqlen_q, num_splits: -1 for what was not given.
     """
@@ -50,6 +64,28 @@ class Arguments(NamedTuple):
     max_seqlen_q: int
     num_splits: int
     batch_invariant: bool
+
+
+class AppendArguments(NamedTuple):
+    """What `_APPEND` declares, in its order."""
+
+    k_cache: Tensor
+    v_cache: Tensor | None
+    lengths: Tensor
+    k_chosen: Tensor | None
+    v_chosen: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    block_table: Tensor | None
+    batch_index: Tensor | None
+    k: Tensor
+    v: Tensor | None
+    cu_seqlens: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    first: Tensor | None
+    interleaved: bool
+    check: bool | None
 
 
 def flatten(call: CacheCall) -> Arguments:
@@ -95,7 +131,9 @@ def run_kernels(backend: str, call: CacheCall, out: Tensor, lse: Tensor) -> Any:
 
 
 def _fwd(out: Tensor, lse: Tensor, q: Tensor, *rest: Any) -> None:
-    call, backend = _call_of(q, Arguments(*rest[:-1])), rest[-1]
+    call, (backend, check) = _call_of(q, Arguments(*rest[:-2])), rest[-2:]
+    if check is not False and call.cache.is_checked(check):
+        check_contents("attention_with_cache", call)
     match choose("attention_with_cache", backend, call) if backend == "auto" else backend:
         case "reference":
             from .reference import cache_reference
@@ -112,9 +150,22 @@ def _fwd(out: Tensor, lse: Tensor, q: Tensor, *rest: Any) -> None:
             cache_attention_fwd(call, out, lse)
 
 
-def _fwd_fake(*arguments: Any) -> None:
-    return None
+def _append(*arguments: Any) -> None:
+    x = AppendArguments(*arguments)
+    # How many columns a latent cache's values have, no token tells.
+    v_cache, v_chosen = (x.k_cache, x.k_chosen) if x.v_cache is None else (x.v_cache, x.v_chosen)
+    scales = (x.k_scale, x.v_scale) if x.k_chosen is None else (x.k_chosen, v_chosen)
+    cache = KVCache(x.k_cache, v_cache, x.lengths, x.block_table, x.batch_index, None, *scales)
+    rotary = None
+    if x.cos is not None and x.sin is not None:
+        rotary = Rotary(x.cos, x.sin, x.interleaved, x.first)
+    append_checked(cache, x.k, x.v, x.cu_seqlens, rotary, x.check)
 
 
-library.impl("attention_with_cache_fwd", torch.no_grad()(_fwd), "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::attention_with_cache_fwd", _fwd_fake, lib=library)
+def _fake(*arguments: Any) -> None:
+    """Nothing is returned."""
+
+
+for _name, _function in (("attention_with_cache_fwd", _fwd), ("cache_append", _append)):
+    library.impl(_name, torch.no_grad()(_function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)

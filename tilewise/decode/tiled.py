@@ -91,11 +91,13 @@ def cache_attention_fwd(call: CacheCall, out: Tensor, lse: Tensor) -> None:
         out.copy_(part.out)
         lse.copy_(part.lse)
         return
-    # Rows that nobody owns.
-    out.zero_()
-    lse.fill_(float("-inf"))
     cu = call.cu_seqlens_q.to(torch.int64)
     counts = cu.diff()
+    # Rows that nobody owns; of the others q may lie where out is.
+    token = torch.arange(call.q.shape[0], device=cu.device)
+    unowned = (token < cu[0]) | (token >= cu[-1])
+    out.masked_fill_(unowned[:, None, None], 0.0)
+    lse.masked_fill_(unowned, float("-inf"))
     for ids, M in _batches(call, counts):
         m = torch.arange(M, device=cu.device)
         own = m < counts[ids].unsqueeze(-1)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..core.partials import Partial, merge
-from ..core.shapes import check_shapes
+from ..core.shapes import check_shapes, is_integer
 from .call import Options, Packing, Result, Window, attend, check_tensors
 from .kvcache import New, Place, Queries, Turn, attend_cache
 
@@ -235,7 +235,7 @@ def flash_attn_with_kvcache(
     op = "flash_attn_with_kvcache"
     _check_hints(op, num_splits, pack_gqa, sm_margin, qv)
     packing = None
-    if cu_seqlens_q is not None:
+    if isinstance(cu_seqlens_q, Tensor):
         packing = Packing(cu_seqlens_q, cu_seqlens_q, max_seqlen_q, None)
     if q.dtype == _FLOAT8 or q_descale is not None:
         # Heads are grouped as the cache's; keys and values keep their own scales.
@@ -280,7 +280,7 @@ def _check_hints(
             "pass v as it is, and give softmax_scale."
         )
     for name, value in (("num_splits", num_splits), ("sm_margin", sm_margin)):
-        if not isinstance(value, int) or value < 0:
+        if not is_integer(value) or value < 0:
             raise ValueError(f"{op}: {name} must be an int >= 0, got {value}.")
     if pack_gqa not in (None, True, False):
         raise ValueError(f"{op}: pack_gqa must be a bool or None, got {pack_gqa}.")

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.shapes import check_shapes
+from ..core.shapes import check_shapes, is_integer
 from ..decode.api import attention_with_cache_partial
 from ..decode.cache import FLOAT8, KVCache
-from ..decode.call import Splits, make_call
+from ..decode.call import Splits, make_call, whole_number
 from ..decode.rotary import Rotary, rotate
 from .call import Options, Result, mask_of, softcap_of
 
@@ -78,9 +78,11 @@ def attend_cache(
         raise ValueError(f"{op}: rotary_cos and rotary_sin must come together, got one of them.")
     if turn.cos is not None and new.k is None:
         raise ValueError(f"{op}: rotary_cos turns new keys, and k is None.")
-    splits = queries.num_splits
-    if not isinstance(splits, int) or splits < 0:
-        raise ValueError(f"{op}: num_splits must be an int >= 0 (0 chooses), got {splits}.")
+    if new.cu_seqlens is not None and new.k is None:
+        raise ValueError(f"{op}: cu_seqlens_k_new says where new keys start, and k is None.")
+    splits = whole_number(op, "num_splits", queries.num_splits, 0)
+    if cu is not None and not isinstance(cu, Tensor):
+        raise ValueError(f"{op}: cu_seqlens_q must be a tensor, got {type(cu).__name__}.")
     B = q.shape[0] if cu is None else cu.shape[0] - 1
     cache = _cache(op, caches, place, B)
     first = cache.lengths.clone()
@@ -119,12 +121,15 @@ def _cache(op: str, caches: tuple[Tensor, Tensor], place: Place, B: int) -> KVCa
     if seqlens is None:
         width = 1 if place.block_table is None else place.block_table.shape[1]
         seqlens = k.shape[1] * width
-    if not isinstance(seqlens, int | Tensor):
-        got = type(seqlens).__name__
-        raise ValueError(f"{op}: cache_seqlens must be an int or a tensor, got {got}.")
-    if isinstance(seqlens, int):
+    if not isinstance(seqlens, Tensor):
+        if not is_integer(seqlens):
+            got = type(seqlens).__name__
+            raise ValueError(f"{op}: cache_seqlens must be an int or a tensor, got {got}.")
         seqlens = torch.full((B,), seqlens, dtype=torch.int32, device=k.device)
     scales = (place.k_descale, place.v_descale)
+    for name, x in zip(("k_descale", "v_descale"), scales, strict=True):
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}.")
     if k.dtype in FLOAT8:
         # FlashAttention 3 takes none for 1.
         ones = torch.ones(k.shape[2], device=k.device)
@@ -136,6 +141,11 @@ def _cache(op: str, caches: tuple[Tensor, Tensor], place: Place, B: int) -> KVCa
     if place.block_table is not None and place.batch_idx is not None:
         raise ValueError(f"{op}: cache_batch_idx must be None beside block_table, got both.")
     if place.block_table is None and rows is None and k.shape[0] != B:
+        if k.shape[0] < B:
+            raise ValueError(
+                f"{op}: k_cache must have a row for each of the {B} sequences of q, or "
+                f"cache_batch_idx say which they read, got {k.shape[0]} rows."
+            )
         # A cache with more rows than sequences, of which the first are used.
         rows = torch.arange(B, dtype=torch.int32, device=k.device)
     # The caller's lengths are those before the new tokens, and stay so.
