@@ -23,7 +23,16 @@ from .call import CacheCall
 from .config import FIXED_PART, Key, SplitConfig, block_rows, split_config
 from .triton_combine import TEAMS, _cache_combine_kernel
 from .triton_plan import CacheBuild, CachePlace
-from .triton_split_kv import HEAD, NONE, TOKEN, Parts, Scales, _cache_attention_fwd_kernel
+from .triton_split_kv import (
+    E4M3,
+    E5M2,
+    HEAD,
+    NONE,
+    TOKEN,
+    Parts,
+    Scales,
+    _cache_attention_fwd_kernel,
+)
 
 FAR = _FAR.value
 # Programs of the interpreter.
@@ -59,11 +68,11 @@ def _without_trees(mask: Mask) -> tuple[Mask | None, list[Tree]]:
     return mask, []
 
 
-def cut(dim: int, widest: int = 512) -> tuple[int, ...]:
+def cut(dim: int, widest: int = 512, narrowest: int = 16) -> tuple[int, ...]:
     """A head dim and the widths of its pieces: powers of two; 576 is 512 and 64."""
-    if dim <= 256:
+    if dim <= 256 and narrowest == 16:
         return cut_dim(dim, min(widest, 256))
-    pieces, left = [], -(-dim // 16) * 16
+    pieces, left = [], -(-dim // narrowest) * narrowest
     while left:
         piece = min(widest, 1 << (left.bit_length() - 1))
         pieces.append(piece)
@@ -107,8 +116,22 @@ class SplitCall:
         rows = call.most_queries * call.group
         self.block_m = block_rows(rows, call.group, call.splits.is_fixed, self.key)
         self.config: SplitConfig = split_config(self.key, self.block_m)
+        # The cache as kernels see it.
+        self.is_paired = self._reads_pairs()
+        self.k, self.v = (x.view(torch.int16) if self.is_paired else x for x in (cache.k, cache.v))
         self.is_fixed = is_fixed
         self.rows_per_unit = max(1, min(self.block_m, rows))
+
+    def _reads_pairs(self) -> bool:
+        """Whether columns of float8 are read two by two, see `triton_split_kv._unpacked`: not where
+        warp groups multiply, whose operands go through shared memory in fp16 anyway."""
+        cache = self.call.cache
+        if cache.k.dtype not in FLOAT8 or self.block_m >= 64 or self.call.q.dtype == torch.float32:
+            return False
+        # No product is of fewer than 16 columns.
+        if self.is_shared and min(cut(self.D, self.widest)[1:]) < 32:
+            return False
+        return all(_holds_pairs(x) for x in (cache.k, cache.v))
 
     @property
     def _is_heavy(self) -> bool:
@@ -229,8 +252,14 @@ class SplitCall:
         # Triton 3.6 takes `P page + slot` for a multiple of P, and so what it is multiplied by has
         # to be one of 16 itself.
         return all(
-            x.stride(0) == P * x.stride(1) and x.stride(1) % 16 == 0 for x in (cache.k, cache.v)
+            x.stride(0) == P * x.stride(1) and x.stride(1) % 16 == 0 for x in (self.k, self.v)
         )
+
+    @property
+    def _pairs(self) -> Any:
+        if not self.is_paired:
+            return NONE
+        return E5M2 if self.call.cache.k.dtype == torch.float8_e5m2 else E4M3
 
     def build(self, scales: int) -> CacheBuild:
         call, launch_config = self.call, self.config.launch
@@ -243,9 +272,12 @@ class SplitCall:
         )
         k_scale = call.cache.k_scale
         block_b = 32 if call.cache.B < 32 else 1024
+        # Half of a piece is what is multiplied, and of fewer than 32 columns every warp would
+        # multiply all. What values share with keys they have to be cut like.
+        narrowest = 64 if self.is_paired and not self.is_shared else 16
         return CacheBuild(
-            cut(self.D, self.widest),
-            cut(self.E, self.widest),
+            cut(self.D, self.widest, narrowest),
+            cut(self.E, self.widest, narrowest),
             self.is_shared,
             self.group,
             call.cache.k.shape[1] if call.cache.is_paged else 0,
@@ -258,6 +290,7 @@ class SplitCall:
             self.precision,
             scales,
             k_scale is not None and k_scale.dim() == 2,
+            self._pairs.value,
             self.is_fixed,
             launch_config.block_m,
             launch_config.block_n,
@@ -331,8 +364,7 @@ class Forward:
             # Packed rows are those of one batch, whatever sequence they belong to.
             of_batch = 0 if call.is_packed else lse.stride(0)
             statistics = Statistics(lse, code(of_batch), code(lse.stride(-2)))
-        cache = call.cache
-        operands = [TritonCall.operand(x) for x in (split.q, cache.k, cache.v, results)]
+        operands = [TritonCall.operand(x) for x in (split.q, split.k, split.v, results)]
         self._strides = [operand[1:] for operand in (*operands, statistics)]
         self._given = (*operands, statistics, split.place(), split.terms(), scales)
         # Of the first run, which others need not go through.
@@ -433,6 +465,12 @@ def _is_aligned(x: Tensor) -> bool:
     strides = [s for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     is_whole = x.shape[-1] % 16 == 0 and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
     return is_whole and all(stride % 16 == 0 for stride in strides)
+
+
+def _holds_pairs(x: Tensor) -> bool:
+    """Whether every row is one of whole numbers of 16 bits."""
+    is_even = x.shape[-1] % 2 == 0 and x.stride(-1) == 1 and x.data_ptr() % 2 == 0
+    return is_even and all(stride % 2 == 0 for stride in x.stride()[:-1])
 
 
 @lru_cache(maxsize=64)

@@ -65,7 +65,8 @@ class CacheBuild(NamedTuple):
     is contiguous. is_flat: pages are smaller than a tile and lie one behind the other, so that a
     slot of all of them is a row. has_own: the window has an int offset of its own. singles: bit i
     where offsets, lows or highs has one entry for all. is_folded, is_capped, bias_rows,
-    precision: as in `Build`. scales: of float8, NONE, HEAD or TOKEN; of_batch: `[B, G]`.
+    precision: as in `Build`. scales: of float8, NONE, HEAD or TOKEN; of_batch: `[B, G]`. pairs: of
+    float8 columns as int16, NONE where they are read one by one, else E4M3 or E5M2.
     is_fixed: see the module. block_b: sequences that are summed over at a time; is_short: there
     are no more than that.
     """
@@ -84,6 +85,7 @@ class CacheBuild(NamedTuple):
     precision: str
     scales: int
     of_batch: bool
+    pairs: int
     is_fixed: bool
     block_m: int
     block_n: int
