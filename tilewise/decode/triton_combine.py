@@ -24,10 +24,11 @@ TEAMS = tl.constexpr(64)
 
 @triton.jit
 def _merge(
-    out, lse, parts, place, sinks, b, tile, g, x, columns, per_unit, first, n_parts,
-    PARTS: tl.constexpr, BUILD: tl.constexpr,
+    out, lse, parts, place, sinks, b, tile, g, x, column, per_unit, first, n_parts,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
-    """Rows x and columns of a unit. first: its first part where they are fixed, else its team."""
+    """Rows x of a unit, WIDTH columns from `column` on. first: its first part where they are fixed,
+    else its team."""
     ROWS: tl.constexpr = x.shape[0]
     BLOCK_M: tl.constexpr = BUILD.block_m
     E: tl.constexpr = BUILD.value_dims[0]
@@ -36,7 +37,7 @@ def _merge(
     seq = sequence_of(place, b, b < n_sequences(place), BUILD)
     m = (tile * BLOCK_M + x) // BUILD.group
     is_stored = (m < seq.q_stored) & (x < per_unit)
-    WIDTH: tl.constexpr = columns.shape[0]
+    columns = column + tl.arange(0, WIDTH)
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -81,12 +82,12 @@ def _merge(
     keep = is_stored[:, None] & (columns < E)[None, :]
     tl.store(out.ptr + at_row[:, None] + columns[None, :], acc, mask=keep)
     if lse.ptr is not None:
-        at_lse = seq.batch.to(tl.int64) * decode(lse.stride_b)
-        at_lse += h.to(tl.int64) * decode(lse.stride_h) + seq.q_first + m
-        row_lse = tl.where(m < seq.q_used, row_lse, float("-inf"))
         # No two programs write the same number.
-        is_first = tl.min(columns, 0) == 0
-        tl.store(lse.ptr + at_lse, row_lse, mask=is_stored & is_first)
+        if column == 0:
+            at_lse = seq.batch.to(tl.int64) * decode(lse.stride_b)
+            at_lse += h.to(tl.int64) * decode(lse.stride_h) + seq.q_first + m
+            row_lse = tl.where(m < seq.q_used, row_lse, float("-inf"))
+            tl.store(lse.ptr + at_lse, row_lse, mask=is_stored)
 
 
 @triton.jit
@@ -99,7 +100,7 @@ def _cache_combine_kernel(
     per_unit = decode(rows_per_unit)
     n_tiles = tl.cdiv(per_unit, ROWS)
     N_COLUMNS: tl.constexpr = (BUILD.value_dims[0] + WIDTH - 1) // WIDTH
-    columns = tl.program_id(0) % N_COLUMNS * WIDTH + tl.arange(0, WIDTH)
+    column = tl.program_id(0) % N_COLUMNS * WIDTH
     pid = tl.program_id(0) // N_COLUMNS
     x = pid % n_tiles * ROWS + tl.arange(0, ROWS)
     g = pid // n_tiles % G
@@ -110,8 +111,8 @@ def _cache_combine_kernel(
         if (b < n_sequences(place)) & (tile < work.n_units) & (work.quanta > 1):
             first = unit.to(tl.int64) * decode(parts.per_unit)
             _merge(
-                out, lse, parts, place, sinks, b, tile, g, x, columns, per_unit, first,
-                work.quanta, PARTS, BUILD,
+                out, lse, parts, place, sinks, b, tile, g, x, column, per_unit, first,
+                work.quanta, PARTS, WIDTH, BUILD,
             )  # fmt: skip
     else:
         per_program = decode(teams_per_program)
@@ -127,6 +128,6 @@ def _cache_combine_kernel(
             tile = tl.load(note + 6).to(tl.int32)
             last = team_of(tl.load(note + 4) - 1, tl.load(note + 2), tl.load(note + 3))
             _merge(
-                out, lse, parts, place, sinks, b, tile, g, x, columns, per_unit, team,
-                last - team + 1, PARTS, BUILD,
+                out, lse, parts, place, sinks, b, tile, g, x, column, per_unit, team,
+                last - team + 1, PARTS, WIDTH, BUILD,
             )  # fmt: skip
