@@ -31,7 +31,8 @@ _BLOCK_N = 64
 
 
 class MlaConfig(NamedTuple):
-    """Keys of a tile, and what `MlaBuild` says."""
+    """Keys of a tile, and what `MlaBuild` says. A fifth half of 64 keys fits where more of Q is
+    kept, whose registers the group of P then spills at every tile (Triton 3.6)."""
 
     block_n: int
     halves: int
@@ -39,7 +40,7 @@ class MlaConfig(NamedTuple):
 
 
 # Products of 64 keys cost less each; smaller pages hold no such tile.
-_WIDE, _NARROW = MlaConfig(64, 5, 2), MlaConfig(HOPPER_TILE, 6, 3)
+_WIDE, _NARROW = MlaConfig(64, 4, 1), MlaConfig(HOPPER_TILE, 6, 3)
 
 
 def heads_together(heads: int, queries: int) -> int:

@@ -11,7 +11,7 @@ Math: FlashDecoding with a reference in place of the maximum: P = 2^(scale S - r
     LIMIT, so that P stays below 2^LIMIT and sums are rarely scaled.
 Units: scores and references in log2 units; lse natural, fp32.
 
-Roles. One warp copies tiles of keys by TMA, in three parts. One warp group, which holds most of Q
+Roles. One warp copies tiles of keys by TMA, in three parts. One warp group, which holds part of Q
 in registers, computes S and P, and puts P into shared memory. Two warp groups hold 256 columns of O
 each and add P V. All count the same tiles of the same units, from the same numbers, so that every
 wait has its arrival:
