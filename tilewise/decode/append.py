@@ -156,36 +156,34 @@ def _check(
     cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, rotary: Rotary | None
 ) -> None:
     tensors: dict[str, Any] = {"k": k, "v": v, "lengths": cache.lengths, "cu_seqlens": cu_seqlens}
-    for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, Tensor) and (name == "k" or x is not None):
-            raise ValueError(f"{_OP}: {name} must be a tensor, got {type(x).__name__}.")
-    B, (_, _, G, D), E = cache.B, cache.k.shape, cache.v.shape[3]
+    if not isinstance(k, Tensor):
+        raise ValueError(f"{_OP}: k must be a tensor, got {type(k).__name__}.")
+    (_, _, G, D), E = cache.k.shape, cache.v.shape[3]
     rows = "B L" if cu_seqlens is None else "T"
     spec = {"k": f"{rows} {G} {D}", "v": f"{rows} {G} {E}"}
     check_shapes(_OP, tensors, lengths="B", **spec)
-    check_starts(_OP, "cu_seqlens", cu_seqlens, B)
+    if cu_seqlens is not None:
+        check_starts(_OP, "cu_seqlens", cu_seqlens, cache.B)
     check_same_device(_OP, tensors)
+    stored = cache.k.dtype
     for name, x in (("k", k), ("v", v)):
-        if x is None:
+        if x is None or x.dtype == stored:
             continue
-        is_known = x.dtype == cache.k.dtype or (
-            cache.k.dtype in FLOAT8 and x.is_floating_point() and x.dtype not in FLOAT8
-        )
-        if not is_known:
-            raise ValueError(
-                f"{_OP}: {name} must have the cache's dtype {cache.k.dtype}, got {x.dtype}."
-            )
+        if stored not in FLOAT8 or not x.is_floating_point() or x.dtype in FLOAT8:
+            raise ValueError(f"{_OP}: {name} must have the cache's dtype {stored}, got {x.dtype}.")
     if torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)):
         raise NotImplementedError(
             f"{_OP}: has no gradient; call it under torch.no_grad(), or train with attention, "
             "which has one."
         )
-    for name, x in (("the cache's k", cache.k), ("v", cache.v), ("lengths", cache.lengths)):
-        check_writable(_OP, name, x)
+    # Asked of every call: sizes only where a stride is 0.
+    if 0 in cache.k.stride() or 0 in cache.v.stride() or 0 in cache.lengths.stride():
+        for name, x in (("the cache's k", cache.k), ("v", cache.v), ("lengths", cache.lengths)):
+            check_writable(_OP, name, x)
     if rotary is not None:
         if not isinstance(rotary, Rotary):
             raise ValueError(f"{_OP}: rotary must be a Rotary, got {type(rotary).__name__}.")
-        rotary.check(_OP, D, B)
+        rotary.check(_OP, D, cache.B)
         check_same_device(_OP, {"k": k, "cos": rotary.cos, "sin": rotary.sin})
 
 

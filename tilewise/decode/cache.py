@@ -376,8 +376,7 @@ def turned_keys(cache: KVCache, k: Tensor, new: Mapping[str, Tensor], rotary: Ro
 
 def check_writable(op: str, name: str, x: Tensor) -> None:
     """Raise ValueError for an expanded tensor, in which several elements are one."""
-    # Asked of every call: sizes only where a stride is 0.
-    if 0 in x.stride() and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+    if any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
         raise ValueError(
             f"{op}: {name} must have memory for each of its elements, got {list(x.shape)} with "
             f"strides {list(x.stride())}; clone() it first."
