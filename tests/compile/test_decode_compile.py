@@ -1,5 +1,6 @@
 """The kernels of caches compile for every target, fit there, and are pipelined on Hopper."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,8 @@ import torch
 
 import tilewise as tw
 from tests.compile.offline import TARGETS, compile_call, compiled_text, recorded
-from tilewise.decode import choice
+from tilewise.decode import choice, triton_call
+from tilewise.decode.config import SplitConfig, split_config
 
 BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
 G = 8
@@ -59,7 +61,13 @@ VARIANTS: dict[str, tuple[Callable[[], None], str, int]] = {
     "16 queries": (attend(M=16), "sm_90 sm_89", 16),
     "16 queries, pages of 16": (attend(M=16, page=16), "sm_90", 16),
     "512 queries": (attend(M=512, page=64), "sm_90", 0),
-    "float8": (attend(storage=F8, page=16), "sm_90", 0),
+    "float8": (attend(storage=F8, page=16), "sm_90 sm_89 sm_100 sm_120", 0),
+    "float8 e5m2": (attend(storage=torch.float8_e5m2), "sm_90 sm_80", 16),
+    "float8, 8 queries": (attend(storage=F8, M=8), "sm_90", 0),
+    "float8, D 96": (attend(96, storage=F8), "sm_90", 16),
+    "pages of 16, tree": (
+        attend(M=4, page=16, mask=tw.tree(torch.tensor([1, 3, 5, 9]))), "sm_90", 0
+    ),
     "fp32": (attend(dtype=torch.float32), "sm_90", 0),
     "ALiBi, sinks": (attend(alibi_slopes=torch.zeros(32), sinks=torch.zeros(32)), "sm_90", 0),
     "batch invariant": (attend(batch_invariant=True), "sm_90", 0),
@@ -112,13 +120,21 @@ def test_float8_compiles_where_bf16_does_not_come_of_fp16() -> None:
 
 def check(name: str, target: str) -> None:
     call, _, spills = VARIANTS[name]
-    found = {x.name: x for x in compile_call(call, target)}
+    with pytest.MonkeyPatch.context() as patch:
+        chosen: list[SplitConfig] = []
+        patch.setattr(triton_call, "split_config", lambda *given: chosen.append(
+            split_config(*given)) or chosen[-1])  # fmt: skip
+        found = {x.name: x for x in compile_call(call, target)}
     names = {"cache_append"} if name == "append" else {"cache_attention_fwd", "cache_combine"}
     assert set(found) == names
     for x in found.values():
         assert x.shared_bytes <= TARGETS[target].shared_kib * 1024, x
         if target == "sm_90":
             assert x.spills <= (spills if x.name == "cache_attention_fwd" else 0), x
+    if target == "sm_90" and chosen:
+        # Registers are given out by eights; programs that find none wait for the others' end.
+        threads = 32 * chosen[0].launch.num_warps * chosen[0].programs
+        assert -(-found["cache_attention_fwd"].registers // 8) * 8 * threads <= 65536, name
     main = found.get("cache_attention_fwd")
     if main is not None and name != "fp32":
         assert main.mma, f"{main}: products run on no matrix unit"
@@ -130,6 +146,18 @@ def test_many_queries_over_a_contiguous_cache_are_a_dense_call(monkeypatch: Any)
     assert found == {"place_sequences", "attention_fwd_hopper"}
     found = {x.name for x in compile_call(attend(M=512, num_splits=4), "sm_90")}
     assert found == {"cache_attention_fwd", "cache_combine"}
+
+
+@pytest.mark.parametrize("storage", [F8, torch.float8_e5m2], ids=str)
+def test_float8_is_read_from_shared_memory_by_matrices(storage: Any, monkeypatch: Any) -> None:
+    """Byte by byte it would take longer than the cache takes to arrive."""
+    monkeypatch.setattr(choice, "triton_problem", lambda device: "")
+    with recorded("sm_90") as launches:
+        attend(storage=storage)()
+    text = compiled_text(launches[0], "sm_90", "ptx")
+    assert text.count("ldmatrix") >= 16
+    # What is left are conditions.
+    assert len(re.findall(r"ld\.shared\.[bsu]8", text)) < 8
 
 
 @pytest.mark.parametrize("page", [None, 16, 128])

@@ -172,6 +172,8 @@ def test_wild_indices_stay_inside(page: int | None) -> None:
     tw.attention_with_cache_partial(q, cache, **{**options, "batch_invariant": True})
 
 
+# Parts that nobody wrote are merged, too.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_parts_of_queries_that_fall_stay_inside() -> None:
     """More units than any right `cu_seqlens_q` could make."""
     cache = tw.KVCache.allocate(3, 128, 1, D, E, dtype=torch.float32)

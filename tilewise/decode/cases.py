@@ -97,6 +97,8 @@ RECIPES = (
     Recipe("float8, token scales, pages", 3, storage=_F8, page=16, token_scales=True),
     Recipe("float8, mixed batch, sinks", _MIXED, lengths=_MIXED_LENGTHS, storage=_F8, page=16,
            tensors={"sinks": (6,)}),
+    Recipe("float8, D 128, E 64, pages", 2, shape=Shape(96, 8, 1, 128, 64), lengths=(90, 5, 0),
+           storage=_F8, page=16, token_scales=True),
     Recipe("latent, 16 heads", 2, shape=Shape(96, 16, 1, 576, 512), lengths=(70, 5), page=64,
            layout="latent"),
 )  # fmt: skip

@@ -22,6 +22,7 @@ MOST_ROWS = 1 << 28
 # Columns of the latents and of the rotated keys that the hopper backend reads, and the slots that
 # it copies at once.
 LATENT, ROTATED, HOPPER_TILE = 512, 64, 32
+HOPPER_DIMS = (64, 128)
 
 
 def choose(op: str, backend: str, call: CacheCall) -> str:
@@ -78,16 +79,18 @@ def why_not_hopper(call: CacheCall) -> str:
     q, cache, terms = call.q, call.cache, call.terms
     # What most calls fail by is asked first.
     D, E = cache.k.shape[3], cache.v.shape[3]
-    if (D, E) != (LATENT + ROTATED, LATENT) or cache.k.shape[2] != 1 or not cache.is_latent:
-        return f"reads only latent caches of {LATENT} and {ROTATED} columns"
+    if not is_latent(call) and (D != E or D not in HOPPER_DIMS):
+        dims = " and ".join(map(str, HOPPER_DIMS))
+        return f"takes head dims {dims}, and latent caches of {LATENT} and {ROTATED} columns"
     problem = hopper_problem(q.device)
     if problem:
         return problem
     if q.dtype not in (torch.float16, torch.bfloat16) or cache.k.dtype != q.dtype:
         return f"computes float16 and bfloat16, got {q.dtype} over {cache.k.dtype}"
-    if cache.is_paged and cache.k.shape[1] % HOPPER_TILE:
-        return f"reads pages of multiples of {HOPPER_TILE} slots, got {cache.k.shape[1]}"
-    if not _is_copied_by_tma(cache.k):
+    tile = HOPPER_TILE if is_latent(call) else 2 * HOPPER_TILE
+    if cache.is_paged and cache.k.shape[1] % tile:
+        return f"reads pages of multiples of {tile} slots, got {cache.k.shape[1]}"
+    if not (_is_copied_by_tma(cache.k) and _is_copied_by_tma(cache.v)):
         return "reads caches whose rows begin at multiples of 16 bytes"
     if terms.softcap is not None or terms.bias is not None or terms.alibi_slopes is not None:
         return "adds no softcap, bias or ALiBi to scores"
@@ -102,17 +105,25 @@ def why_not_hopper(call: CacheCall) -> str:
     return "takes only windows and key ranges as masks" if mask is None or mask.tree else ""
 
 
+def is_latent(call: CacheCall) -> bool:
+    """Whether a cache is one of latents as the hopper backend reads them."""
+    k, v = call.cache.k, call.cache.v
+    is_shaped = (k.shape[3], v.shape[3], k.shape[2]) == (LATENT + ROTATED, LATENT, 1)
+    return is_shaped and call.cache.is_latent
+
+
 def is_faster_on_hopper(call: CacheCall) -> bool:
-    """Whether a call that both take is rather for hopper than for triton: with 16 rows of 16
-    sequences hopper was 3 % slower, with 16 of 128 it was 11 % faster, with 128 rows 2.6 times
-    (H200, Triton 3.6, 2026-11-30)."""
-    return call.cache.B >= 64 or call.most_queries * call.q.shape[-2] >= 64
+    """Whether a call that both take is rather for hopper than for triton. Of latents: with 16 rows
+    of 16 sequences hopper was 3 % slower, with 16 of 128 it was 11 % faster, with 128 rows 2.6
+    times (H200, Triton 3.6, 2026-11-30). Other caches were not timed on it."""
+    is_large = call.cache.B >= 64 or call.most_queries * call.q.shape[-2] >= 64
+    return is_large and is_latent(call)
 
 
-def _is_copied_by_tma(k: torch.Tensor) -> bool:
-    strides = [s for s, n in zip(k.stride()[:2], k.shape[:2], strict=True) if n > 1]
-    is_even = all(s > 0 and s * k.element_size() % 16 == 0 for s in strides)
-    return is_even and k.stride(3) == 1 and k.data_ptr() % 16 == 0 and k.numel() > 0
+def _is_copied_by_tma(x: torch.Tensor) -> bool:
+    strides = [s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1]
+    is_even = all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
+    return is_even and x.stride(3) == 1 and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
 def _float8_problem(call: CacheCall) -> str:
@@ -136,9 +147,9 @@ def explain(op: str, backend: str, call: CacheCall) -> BackendChoice:
     if name == "hopper":
         rejected["tiled"] = "plain torch tiles are slower on a GPU"
         rejected["triton"] = "slower on Hopper"
-        return BackendChoice(name, f"Hopper's latent attention runs here, on {where}", rejected)
-    if call.cache.is_latent:
-        rejected["hopper"] = why_not_hopper(call) or "slower for few rows of few sequences"
+        return BackendChoice(name, f"Hopper's kernel for caches runs here, on {where}", rejected)
+    slower = "slower for few rows of few sequences" if is_latent(call) else "runs when it is named"
+    rejected["hopper"] = why_not_hopper(call) or slower
     if name == "triton":
         from .dense_call import takes
 

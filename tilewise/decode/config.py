@@ -119,9 +119,14 @@ def _wanted(key: Key, block_m: int) -> SplitConfig:
     block_n = _tile(bytes_of_key, _STAGE // 2 if is_halved else _STAGE, most)
     # Tiles of half the bytes leave room for a second program.
     programs = 2 if 2 * block_n * bytes_of_key <= _STAGE else 1
-    # Conversions, terms of scores and wide accumulators want registers.
+    if key.storage != key.dtype and block_m == 32:
+        block_n = min(block_n, 64)
+    # Conversions, terms of scores and wide accumulators want registers, which two programs of
+    # eight warps would not find.
     is_heavy = key.is_heavy or key.dim not in (16, 32, 64, 128) or key.storage != key.dtype
-    return SplitConfig(Config(block_m, block_n, 8 if is_heavy else 4, 3), programs)
+    return SplitConfig(
+        Config(block_m, block_n, 8 if is_heavy and programs == 1 else 4, 3), programs
+    )
 
 
 def _many_rows(key: Key, block_m: int) -> SplitConfig:

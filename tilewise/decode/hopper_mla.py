@@ -11,23 +11,25 @@ Math: FlashDecoding with a reference in place of the maximum: P = 2^(scale S - r
     LIMIT, so that P stays below 2^LIMIT and sums are rarely scaled.
 Units: scores and references in log2 units; lse natural, fp32.
 
-Roles. One warp copies tiles of keys by TMA. One warp group, which holds part of Q in registers,
-computes S and P, and puts P into shared memory. Two warp groups hold 256 columns of O each and add
-P V. All count the same tiles of the same units, from the same numbers, so that every wait has its
-arrival:
-    slot: filled by the producer after `empty` (a named barrier: both groups of O have arrived there
-        once for each time that it was filled), which completes `k_full` by TMA.
-    P of a slot, and beside it what O has to be multiplied by, before and at the end: written after
-        `k_full`, read after `p_full`, and free with the slot.
-Rows of the slot that no row of the unit sees may be NaN: whoever computes P writes zeros there.
+Roles. One warp copies tiles of keys by TMA, in three parts. One warp group, which holds part of Q
+in registers, computes S and P, and puts P into shared memory. Two warp groups hold 256 columns of O
+each and add P V. All count the same tiles of the same units, from the same numbers, so that every
+wait has its arrival:
+    rest (the columns that only keys have): filled by the producer after `REST_EMPTY`, which
+        completes `rest_full` by TMA; read by S alone.
+    half of the values of a tile: the same, `HALF_EMPTY` and `half_full`; read by S and then by the
+        group that has those columns of O, which empties it: P comes after S.
+    P, and beside it what O has to be multiplied by, before and at the end: written after `P_EMPTY`,
+        where both groups of O have arrived, and read after `p_full`.
+A slot is emptied once for each time that it was filled; at the end those who wait meet what nobody
+else waits for. Values that no row of the unit sees may be NaN: whoever makes P writes zeros there.
 """
 
 from __future__ import annotations
 
 from ..kernels.gluon import (
-    FIRST_FREE,
-    as_atoms,
     barrier_arrive,
+    barrier_sync,
     exp2_fast,
     fence_async_shared,
     flag_declare,
@@ -42,39 +44,44 @@ from ..kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..kernels.softmax import join_sink, softmax_end
-from ..kernels.structs import decode
 from .hopper_mla_producer import (
-    EVERYONE,
+    FROM_BOTH,
     HALF,
+    HALF_EMPTY,
+    P_EMPTY,
+    PAIRS,
     PIECE,
     REST,
-    ROWS,
+    REST_EMPTY,
+    TO_PRODUCER,
     Rings,
+    load_partition,
+)
+from .hopper_plan import (
+    ROWS,
     advance,
     find_share,
-    first_of_part,
     leave_note,
-    load_partition,
     row_offsets,
     segment_of,
     sequence,
     unit_rows,
 )
+from .hopper_rows import (
+    LIMIT,
+    LIMIT_PTX,
+    NO_REFERENCE,
+    accumulator,
+    clear_rows,
+    last_factor,
+    left_operand,
+    load_columns,
+    packed,
+    store_statistics,
+    store_values,
+)
 
 _FLAG = gl.constexpr("raised")
-# By how much a maximum may pass its reference, in log2 units; the same as PTX writes it.
-_LIMIT = gl.constexpr(8.0)
-_LIMIT_PTX = gl.constexpr("0f41000000")
-# The reference of a row that has none: far below any score, and finite, so that nothing is NaN.
-_NO_REFERENCE = gl.constexpr(-3.0e38)
-
-
-@gluon.constexpr_function
-def _accumulator(columns):
-    # More in one instruction would need more registers than a program of four warp groups starts
-    # with, whatever they share out later.
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(columns, 128), 16])
 
 
 # ---------------------------------------------------------------- P
@@ -85,7 +92,7 @@ def _weights_partition(
     q, rings, lse, parts, place, scale, sinks, share, BUILD: gl.constexpr, MLA: gl.constexpr
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = BUILD.block_n
-    ACC: gl.constexpr = _accumulator(BLOCK_N)
+    ACC: gl.constexpr = accumulator(BLOCK_N)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     IS_PACKED: gl.constexpr = place.cu_q is not None
     flag_declare(_FLAG, gl.program_id(0))
@@ -102,44 +109,34 @@ def _weights_partition(
             q_tile = _load_queries(q.ptr, base, owned, rings, MLA)
             start = gl.maximum(m + seq.left, seq.low)
             stop = gl.where(owned, gl.minimum(m + seq.right + 1, seq.high), 0)
-            ref = gl.full([ROWS], _NO_REFERENCE, gl.float32, ROW)
+            ref = gl.full([ROWS], NO_REFERENCE, gl.float32, ROW)
             sums = sum_in_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, ACC), ROWS, BLOCK_N)
             for t in range(segment.t0, segment.t1):
                 ref, sums = _weigh(
                     rings, q_tile, scale, it, t, segment, start, stop, ref, sums, BUILD, MLA
                 )
                 if t + 1 == segment.t1:
-                    _leave_last(rings, it, sums, ref, sinks, h, segment, MLA)
+                    _leave_last(rings, it, sums, ref, sinks, h, segment)
                 sync_partition()
-                mbarrier.arrive(rings.p_full.index(it % MLA.slots), count=1)
+                mbarrier.arrive(rings.p_full.index(it % PAIRS), count=1)
                 it += 1
-            m, h = unit_rows(share, ROW, BUILD)
-            total = gl.convert_layout(gl.sum(sums, 1), ROW)
-            if segment.is_whole:
-                if lse.ptr is not None:
-                    row_lse, _ = softmax_end(ref, total, True)
-                    if sinks is not None:
-                        row_lse, _ = join_sink(row_lse, gl.load(sinks + h).to(gl.float32))
-                    _store_lse(lse, seq, m, h, row_lse)
-            else:
-                part = first_of_part(place, parts, share, BUILD) + gl.arange(0, ROWS, layout=ROW)
-                top = gl.where(total > 0.0, ref, float("-inf"))
-                gl.store(parts.state + part * 2, top)
-                gl.store(parts.state + part * 2 + 1, total)
+            store_statistics(lse, parts, place, sinks, share, seq, segment, ref, sums, BUILD)
         share = advance(place, share, seq, segment, BUILD)
+    for i in range(gl.maximum(it - PAIRS, 0), it):
+        barrier_sync(P_EMPTY + i % PAIRS, FROM_BOTH, 4)
 
 
 @gluon.jit
 def _load_queries(ptr, base, owned, rings, MLA: gl.constexpr):
-    """Q: pieces that registers hold, as `_packed` has them; the others go to shared memory."""
+    """Q: pieces that registers hold, as `packed` has them; the others go to shared memory."""
     KEPT: gl.constexpr = MLA.kept
     DTYPE: gl.constexpr = rings.latent.dtype
-    held = (_packed(_load_columns(ptr, base, owned, 2 * HALF, REST, DTYPE), REST),)
+    held = (packed(load_columns(ptr, base, owned, 2 * HALF, REST, DTYPE), REST),)
     for i in gl.static_range(KEPT):
-        x = _load_columns(ptr, base, owned, i * PIECE, PIECE, DTYPE)
-        held = held + (_packed(x, PIECE),)
+        x = load_columns(ptr, base, owned, i * PIECE, PIECE, DTYPE)
+        held = held + (packed(x, PIECE),)
     for i in gl.static_range(KEPT, 2 * HALF // PIECE):
-        rings.q.index(i - KEPT).store(_load_columns(ptr, base, owned, i * PIECE, PIECE, DTYPE))
+        rings.q.index(i - KEPT).store(load_columns(ptr, base, owned, i * PIECE, PIECE, DTYPE))
     if KEPT < 2 * HALF // PIECE:
         fence_async_shared()
         sync_partition()
@@ -147,132 +144,76 @@ def _load_queries(ptr, base, owned, rings, MLA: gl.constexpr):
 
 
 @gluon.jit
-def _load_columns(ptr, base, owned, START: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr):
-    """Columns of Q, where the product that reads them from registers has them."""
-    LAYOUT: gl.constexpr = _accumulator(WIDTH)
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    columns = START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    rows = ptr + gl.convert_layout(base, ROW)
-    mask = gl.convert_layout(owned, ROW)[:, None]
-    return gl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0).to(DTYPE)
-
-
-@gluon.jit
-def _packed(x, WIDTH: gl.constexpr):
-    """Two to an int32: 16-bit numbers that a loop uses would each take a register."""
-    low, high = gl.split(x.to(gl.int16, bitcast=True).reshape([ROWS, WIDTH // 2, 2]))
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _left_operand(x, DTYPE: gl.constexpr, WIDTH: gl.constexpr, BUILD: gl.constexpr):
-    """What was packed as a left operand; registers stay where they are."""
-    # Not pure: it would leave the loop.
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x],
-        dtype=(gl.int16, gl.int16), is_pure=False, pack=1,
-    )  # fmt: skip
-    pairs = gl.join(low, high).reshape([ROWS, WIDTH]).to(DTYPE, bitcast=True)
-    return gl.convert_layout(pairs, gl.DotOperandLayout(0, _accumulator(BUILD.block_n), 2))
-
-
-@gluon.jit
-def _issue_scores(rings, held, slot, BUILD: gl.constexpr, MLA: gl.constexpr):
-    """S of a tile, on its way."""
+def _issue_scores(rings, held, it, BUILD: gl.constexpr, MLA: gl.constexpr):
+    """S of a tile, on its way: each part as it arrives."""
     BLOCK_N: gl.constexpr = BUILD.block_n
     KEPT: gl.constexpr = MLA.kept
+    PIECES: gl.constexpr = HALF // PIECE
     DTYPE: gl.constexpr = rings.latent.dtype
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, _accumulator(BLOCK_N))
-    k = rings.rest.index(slot).reshape([BLOCK_N, REST]).permute((1, 0))
-    q = _left_operand(held[0], DTYPE, REST, BUILD)
-    s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
-    for i in gl.static_range(2 * HALF // PIECE):
-        side = rings.latent.index(2 * slot + i * PIECE // HALF).reshape([BLOCK_N, HALF])
-        k = side.slice(i * PIECE % HALF, PIECE, 1).permute((1, 0))
-        if i < KEPT:
-            q = _left_operand(held[i + 1], DTYPE, PIECE, BUILD)
-            s = warpgroup_mma(q, k, s, is_async=True)
-        else:
-            s = warpgroup_mma(rings.q.index(i - KEPT), k, s, is_async=True)
+    pair = it % PAIRS
+    mbarrier.wait(rings.rest_full.index(pair), (it // PAIRS) & 1)
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator(BLOCK_N))
+    k = rings.rest.index(pair).reshape([BLOCK_N, REST]).permute((1, 0))
+    s = warpgroup_mma(left_operand(held[0], DTYPE, REST, BUILD), k, s, use_acc=False, is_async=True)
+    for side in gl.static_range(2):
+        half = 2 * it + side
+        slot = half % MLA.halves
+        mbarrier.wait(rings.half_full.index(slot), (half // MLA.halves) & 1)
+        k_half = rings.latent.index(slot).reshape([BLOCK_N, HALF])
+        for i in gl.static_range(side * PIECES, (side + 1) * PIECES):
+            k = k_half.slice(i % PIECES * PIECE, PIECE, 1).permute((1, 0))
+            if i < KEPT:
+                q = left_operand(held[i + 1], DTYPE, PIECE, BUILD)
+                s = warpgroup_mma(q, k, s, is_async=True)
+            else:
+                s = warpgroup_mma(rings.q.index(i - KEPT), k, s, is_async=True)
     return s
 
 
 @gluon.jit
 def _weigh(
-    rings, q, scale, it, t, segment, start, stop, ref, sums, BUILD: gl.constexpr,
+    rings, held, scale, it, t, segment, start, stop, ref, sums, BUILD: gl.constexpr,
     MLA: gl.constexpr,
 ):  # fmt: skip
     """P of a tile, in shared memory. Returns: ref, sums."""
     BLOCK_N: gl.constexpr = BUILD.block_n
-    slot = it % MLA.slots
+    pair = it % PAIRS
     n = t * BLOCK_N
-    mbarrier.wait(rings.k_full.index(slot), (it // MLA.slots) & 1)
-    s = _issue_scores(rings, q, slot, BUILD, MLA)
+    s = _issue_scores(rings, held, it, BUILD, MLA)
     s = warpgroup_mma_wait(0, [s])
+    barrier_arrive(REST_EMPTY + pair, TO_PRODUCER, 4)
     if (n < segment.whole_start) | (n + BLOCK_N > segment.whole_stop):
         s = mask_columns(s, start - n, stop - n, MLA.has_start, ROWS, BLOCK_N)
     top = gl.max(s, 1) * scale
     # It is a barrier too: past it no warp reads the tile any more.
-    flag_vote(_FLAG, 0, top - ref, _LIMIT_PTX)
+    flag_vote(_FLAG, 0, top - ref, LIMIT_PTX)
     raised = flag_read(_FLAG, it)
+    if it >= PAIRS:
+        barrier_sync(P_EMPTY + pair, FROM_BOTH, 4)
     if raised != 0:
-        new = gl.where(top - ref >= _LIMIT, top, ref)
+        new = gl.where(top - ref >= LIMIT, top, ref)
         shrink = exp2_fast(ref - new)
         sums = sums * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
-        rings.shrink.index(slot).store(shrink)
+        rings.shrink.index(pair).store(shrink)
         ref = new
     p = exp2_fast(s * scale - ref[:, None])
     sums = sums + sum_in_thread(p, ROWS, BLOCK_N)
-    rings.raised.index(slot).store(
+    rings.raised.index(pair).store(
         gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + raised
     )
-    rings.weights.index(slot).store(p.to(rings.weights.dtype))
+    rings.weights.index(pair).store(p.to(rings.weights.dtype))
     if (n < segment.start) | (n + BLOCK_N > segment.stop):
-        _clear_rows(rings.latent, slot, segment.start - n, segment.stop - n, BLOCK_N)
+        for side in gl.static_range(2):
+            slot = (2 * it + side) % MLA.halves
+            clear_rows(rings.latent, slot, segment.start - n, segment.stop - n, BLOCK_N, HALF)
     fence_async_shared()
     return ref, sums
 
 
 @gluon.jit
-def _clear_rows(latent, slot, start, stop, BLOCK_N: gl.constexpr):
-    """Zeros in the values of a slot outside rows [start, stop).
-
-    Half a value lies in memory as panels of 64 columns, each as atoms of 8 rows.
-    """
-    STRIPS: gl.constexpr = BLOCK_N // 8
-    ATOMS: gl.constexpr = 2 * (HALF // 64) * STRIPS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    atoms = as_atoms(latent, latent.shape[0] * (HALF // 64) * STRIPS, 64)
-    rows = gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
-    for i in range(0, ATOMS):
-        row = i % STRIPS * 8
-        if (row < start) | (row + 8 > stop):
-            seen = (rows + row >= start) & (rows + row < stop)
-            atom = atoms.index(slot * ATOMS + i)
-            x = atom.load(LAYOUT)
-            atom.store(gl.where(seen[:, None], x, 0.0).to(x.dtype))
-
-
-@gluon.jit
-def _leave_last(rings, it, sums, ref, sinks, h, segment, MLA: gl.constexpr):
+def _leave_last(rings, it, sums, ref, sinks, h, segment):
     """What O is multiplied by at the end of a segment."""
-    ROW: gl.constexpr = ref.type.layout
-    factor = gl.full([ROWS], 1.0, gl.float32, ROW)
-    if segment.is_whole:
-        row_lse, factor = softmax_end(ref, gl.convert_layout(gl.sum(sums, 1), ROW), True)
-        if sinks is not None:
-            _, shrink = join_sink(row_lse, gl.load(sinks + h).to(gl.float32))
-            factor *= shrink
-    rings.last.index(it % MLA.slots).store(factor)
-
-
-@gluon.jit
-def _store_lse(lse, seq, m, h, row_lse):
-    at = seq.batch.to(gl.int64) * decode(lse.stride_b) + h.to(gl.int64) * decode(lse.stride_h)
-    row_lse = gl.where(m < seq.q_used, row_lse, float("-inf"))
-    gl.store(lse.ptr + at + seq.q_first + m, row_lse, mask=m < seq.q_stored)
+    rings.last.index(it % PAIRS).store(last_factor(sums, ref, sinks, h, segment))
 
 
 # ---------------------------------------------------------------- O
@@ -284,7 +225,7 @@ def _values_partition(
 ):  # fmt: skip
     """Columns of O from SIDE * HALF on."""
     BLOCK_N: gl.constexpr = BUILD.block_n
-    ACC: gl.constexpr = _accumulator(HALF)
+    ACC: gl.constexpr = accumulator(HALF)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     it = 0
@@ -295,43 +236,28 @@ def _values_partition(
             acc = gl.zeros([ROWS, HALF], gl.float32, ACC)
             factor = gl.full([ROWS], 0.0, gl.float32, ROW)
             for _ in range(segment.t0, segment.t1):
-                slot = it % MLA.slots
-                mbarrier.wait(rings.p_full.index(slot), (it // MLA.slots) & 1)
-                if gl.sum(rings.raised.index(slot).load(FLAG), 0) != 0:
-                    acc = acc * rings.shrink.index(slot).load(ROW)[:, None]
-                v = rings.latent.index(2 * slot + SIDE).reshape([BLOCK_N, HALF])
-                acc = warpgroup_mma(rings.weights.index(slot), v, acc, is_async=True)
+                pair = it % PAIRS
+                slot = (2 * it + SIDE) % MLA.halves
+                mbarrier.wait(rings.p_full.index(pair), (it // PAIRS) & 1)
+                if gl.sum(rings.raised.index(pair).load(FLAG), 0) != 0:
+                    acc = acc * rings.shrink.index(pair).load(ROW)[:, None]
+                v = rings.latent.index(slot).reshape([BLOCK_N, HALF])
+                acc = warpgroup_mma(rings.weights.index(pair), v, acc, is_async=True)
                 # Of the last tile alone it means something.
-                factor = rings.last.index(slot).load(ROW)
+                factor = rings.last.index(pair).load(ROW)
                 acc = warpgroup_mma_wait(0, [acc])
-                barrier_arrive(FIRST_FREE + slot, EVERYONE, 4)
+                barrier_arrive(HALF_EMPTY + slot, TO_PRODUCER, 4)
+                barrier_arrive(P_EMPTY + pair, FROM_BOTH, 4)
                 it += 1
             # Once more, for they would have taken registers from the loop.
             seq = sequence(place, share, BUILD)
             segment = segment_of(place, share, seq, BUILD)
             # Without a tile O is 0, whatever it is multiplied by.
-            _store_values(
-                acc * factor[:, None], out, parts, place, share, seq, segment.is_whole, SIDE, BUILD
-            )
+            acc = acc * factor[:, None]
+            store_values(
+                acc, out, parts, place, share, seq, segment, SIDE * HALF, HALF, BUILD
+            )  # fmt: skip
         share = advance(place, share, seq, segment, BUILD)
-
-
-@gluon.jit
-def _store_values(
-    acc, out, parts, place, share, seq, is_whole, SIDE: gl.constexpr, BUILD: gl.constexpr
-):  # fmt: skip
-    ACC: gl.constexpr = acc.type.layout
-    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    IS_PACKED: gl.constexpr = place.cu_q is not None
-    columns = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ACC))
-    m, h = unit_rows(share, ROW, BUILD)
-    mask = (m < seq.q_stored)[:, None] & (columns >= 0)[None, :]
-    if is_whole:
-        at = (out.ptr + row_offsets(out, seq, m, h, IS_PACKED))[:, None] + columns[None, :]
-        gl.store(at, acc.to(out.ptr.dtype.element_ty), mask=mask)
-    else:
-        part = first_of_part(place, parts, share, BUILD) + gl.arange(0, ROWS, layout=ROW)
-        gl.store((parts.out + part * (2 * HALF))[:, None] + columns[None, :], acc, mask=mask)
 
 
 # ---------------------------------------------------------------- kernel
@@ -342,29 +268,32 @@ def _mla_cache_fwd_hopper_kernel(
     k_desc, rest_desc, q, out, lse, parts, place, scale, sinks, BUILD: gl.constexpr,
     MLA: gl.constexpr,
 ):  # fmt: skip
-    SLOTS: gl.constexpr = MLA.slots
+    HALVES: gl.constexpr = MLA.halves
     BLOCK_N: gl.constexpr = BUILD.block_n
     DTYPE: gl.constexpr = k_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_N, 16, rank=2)
-    SPILT: gl.constexpr = max(2 * HALF // PIECE - MLA.kept, 1)
-    q_tile = gl.allocate_shared_memory(
-        DTYPE, [SPILT, ROWS if MLA.kept < 4 else 1, PIECE], gl.NVMMASharedLayout(128, 16, rank=2)
-    )
-    latent = gl.allocate_shared_memory(DTYPE, [2 * SLOTS, 1, BLOCK_N, HALF], k_desc.layout)
-    rest = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, BLOCK_N, REST], rest_desc.layout)
-    weights = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, BLOCK_N], WEIGHTS)
-    raised = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], PLAIN)
-    shrink = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], PLAIN)
-    last = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], PLAIN)
-    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    p_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(k_full.index(i), count=1)
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q_tile = gl.allocate_shared_memory(DTYPE, [2 * HALF // PIECE - MLA.kept, ROWS, PIECE], QUERIES)
+    latent = gl.allocate_shared_memory(DTYPE, [HALVES, 1, BLOCK_N, HALF], k_desc.layout)
+    rest = gl.allocate_shared_memory(DTYPE, [PAIRS, 1, BLOCK_N, REST], rest_desc.layout)
+    weights = gl.allocate_shared_memory(DTYPE, [PAIRS, ROWS, BLOCK_N], WEIGHTS)
+    raised = gl.allocate_shared_memory(gl.int32, [PAIRS, 1], PLAIN)
+    shrink = gl.allocate_shared_memory(gl.float32, [PAIRS, ROWS], PLAIN)
+    last = gl.allocate_shared_memory(gl.float32, [PAIRS, ROWS], PLAIN)
+    half_full = gl.allocate_shared_memory(gl.int64, [HALVES, 1], BARRIER)
+    rest_full = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], BARRIER)
+    p_full = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], BARRIER)
+    for i in gl.static_range(HALVES):
+        mbarrier.init(half_full.index(i), count=1)
+    for i in gl.static_range(PAIRS):
+        mbarrier.init(rest_full.index(i), count=1)
         mbarrier.init(p_full.index(i), count=1)
     fence_async_shared()
-    rings = Rings(q_tile, latent, rest, weights, raised, shrink, last, k_full, p_full)
+    rings = Rings(
+        q_tile, latent, rest, weights, raised, shrink, last, half_full, rest_full, p_full
+    )  # fmt: skip
     share = find_share(place, parts, BUILD)
     OF_VALUES: gl.constexpr = MLA.registers[0]
     OF_PRODUCER: gl.constexpr = MLA.registers[1]

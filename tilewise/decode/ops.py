@@ -13,7 +13,7 @@ from ..dense.piece import Terms
 from .append import append_checked, check_latent
 from .cache import KVCache
 from .call import CacheCall, Splits, check_contents
-from .choice import choose
+from .choice import choose, is_latent
 from .rotary import Rotary
 
 _REST = (
@@ -120,9 +120,10 @@ def run_kernels(backend: str, call: CacheCall, out: Tensor, lse: Tensor) -> Any:
     from . import dense_call, triton_call
 
     if backend == "hopper":
-        from .hopper_mla_call import MlaForward
+        from .hopper_call import MlaForward, SplitForward
 
-        return triton_call.cache_attention_fwd(call, out, lse, MlaForward)
+        make = MlaForward if is_latent(call) else SplitForward
+        return triton_call.cache_attention_fwd(call, out, lse, make)
     if dense_call.takes(call):
         dense_call.dense_forward(call, out, lse)
         return None

@@ -23,7 +23,16 @@ from .call import CacheCall
 from .config import FIXED_PART, Key, SplitConfig, block_rows, split_config
 from .triton_combine import TEAMS, _cache_combine_kernel
 from .triton_plan import CacheBuild, CachePlace
-from .triton_split_kv import HEAD, NONE, TOKEN, Parts, Scales, _cache_attention_fwd_kernel
+from .triton_split_kv import (
+    E4M3,
+    E5M2,
+    HEAD,
+    NONE,
+    TOKEN,
+    Parts,
+    Scales,
+    _cache_attention_fwd_kernel,
+)
 
 FAR = _FAR.value
 # Programs of the interpreter.
@@ -59,11 +68,11 @@ def _without_trees(mask: Mask) -> tuple[Mask | None, list[Tree]]:
     return mask, []
 
 
-def cut(dim: int, widest: int = 512) -> tuple[int, ...]:
+def cut(dim: int, widest: int = 512, narrowest: int = 16) -> tuple[int, ...]:
     """A head dim and the widths of its pieces: powers of two; 576 is 512 and 64."""
-    if dim <= 256:
+    if dim <= 256 and narrowest == 16:
         return cut_dim(dim, min(widest, 256))
-    pieces, left = [], -(-dim // 16) * 16
+    pieces, left = [], -(-dim // narrowest) * narrowest
     while left:
         piece = min(widest, 1 << (left.bit_length() - 1))
         pieces.append(piece)
@@ -107,8 +116,22 @@ class SplitCall:
         rows = call.most_queries * call.group
         self.block_m = block_rows(rows, call.group, call.splits.is_fixed, self.key)
         self.config: SplitConfig = split_config(self.key, self.block_m)
+        # The cache as kernels see it.
+        self.is_paired = self._reads_pairs()
+        self.k, self.v = (x.view(torch.int16) if self.is_paired else x for x in (cache.k, cache.v))
         self.is_fixed = is_fixed
         self.rows_per_unit = max(1, min(self.block_m, rows))
+
+    def _reads_pairs(self) -> bool:
+        """Whether columns of float8 are read two by two, see `triton_split_kv._unpacked`: not where
+        warp groups multiply, whose operands go through shared memory in fp16 anyway."""
+        cache = self.call.cache
+        if cache.k.dtype not in FLOAT8 or self.block_m >= 64 or self.call.q.dtype == torch.float32:
+            return False
+        # No product is of fewer than 16 columns.
+        if self.is_shared and min(cut(self.D, self.widest)[1:]) < 32:
+            return False
+        return all(_holds_pairs(x) for x in (cache.k, cache.v))
 
     @property
     def _is_heavy(self) -> bool:
@@ -150,12 +173,15 @@ class SplitCall:
         return max(1, processors * self.config.programs // self.G)
 
     @property
-    def n_slots(self) -> int:
-        if not self.is_fixed:
-            return 2 * self.n_teams
+    def parts_per_unit(self) -> int:
+        """The most where they are fixed."""
         keys = self.quantum * self.config.launch.block_n
         # A window may begin inside a tile.
-        return self.n_units * (-(-self.call.cache.capacity // keys) + 1)
+        return -(-self.call.cache.capacity // keys) + 1
+
+    @property
+    def n_slots(self) -> int:
+        return self.n_units * self.parts_per_unit if self.is_fixed else 2 * self.n_teams
 
     # ------------------------------------------------------------ what kernels are given
 
@@ -226,8 +252,14 @@ class SplitCall:
         # Triton 3.6 takes `P page + slot` for a multiple of P, and so what it is multiplied by has
         # to be one of 16 itself.
         return all(
-            x.stride(0) == P * x.stride(1) and x.stride(1) % 16 == 0 for x in (cache.k, cache.v)
+            x.stride(0) == P * x.stride(1) and x.stride(1) % 16 == 0 for x in (self.k, self.v)
         )
+
+    @property
+    def _pairs(self) -> Any:
+        if not self.is_paired:
+            return NONE
+        return E5M2 if self.call.cache.k.dtype == torch.float8_e5m2 else E4M3
 
     def build(self, scales: int) -> CacheBuild:
         call, launch_config = self.call, self.config.launch
@@ -240,9 +272,12 @@ class SplitCall:
         )
         k_scale = call.cache.k_scale
         block_b = 32 if call.cache.B < 32 else 1024
+        # Half of a piece is what is multiplied, and of fewer than 32 columns every warp would
+        # multiply all. What values share with keys they have to be cut like.
+        narrowest = 64 if self.is_paired and not self.is_shared else 16
         return CacheBuild(
-            cut(self.D, self.widest),
-            cut(self.E, self.widest),
+            cut(self.D, self.widest, narrowest),
+            cut(self.E, self.widest, narrowest),
             self.is_shared,
             self.group,
             call.cache.k.shape[1] if call.cache.is_paged else 0,
@@ -255,6 +290,7 @@ class SplitCall:
             self.precision,
             scales,
             k_scale is not None and k_scale.dim() == 2,
+            self._pairs.value,
             self.is_fixed,
             launch_config.block_m,
             launch_config.block_n,
@@ -269,7 +305,8 @@ class PartSizes(NamedTuple):
     out: int
     state: int
     notes: int
-    slots: int
+    n_units: int
+    per_unit: int
 
     @classmethod
     def of(cls, split: SplitCall) -> PartSizes:
@@ -277,7 +314,7 @@ class PartSizes(NamedTuple):
         # Whatever begins behind another stays aligned to 16 bytes.
         return cls(
             -(-rows * split.E // 4) * 4, 2 * rows, 0 if split.is_fixed else 16 * split.n_teams,
-            code(split.n_slots),
+            code(split.n_units), code(split.parts_per_unit),
         )  # fmt: skip
 
     def buffer(self, device: torch.device) -> Tensor:
@@ -286,12 +323,15 @@ class PartSizes(NamedTuple):
 
     def views(self, buffer: Tensor) -> Parts:
         out, state, notes = buffer.split([self.out, self.state, self.notes])
-        return Parts(out, state, notes.view(torch.int64) if self.notes else None, self.slots)
+        return Parts(
+            out, state, notes.view(torch.int64) if self.notes else None, self.n_units,
+            self.per_unit,
+        )  # fmt: skip
 
-    def addresses(self, start: int) -> tuple[int, int, int | None, int]:
+    def addresses(self, start: int) -> tuple[int, int, int | None, int, int]:
         state = start + 4 * self.out
         notes = state + 4 * self.state if self.notes else None
-        return start, state, notes, self.slots
+        return start, state, notes, self.n_units, self.per_unit
 
 
 class Forward:
@@ -308,7 +348,8 @@ class Forward:
         # Of so many teams about one began a unit that others finished.
         teams = max(1, min(TEAMS.value, split.n_teams // split.n_units))
         groups = split.n_units if split.is_fixed else -(-split.n_teams // teams)
-        self._combine_grid = (groups * split.G * -(-split.rows_per_unit // rows), 1, 1)
+        tiles = -(-split.rows_per_unit // rows) * -(-split.E // width)
+        self._combine_grid = (groups * split.G * tiles, 1, 1)
         self._combines = call.splits.count != 1
         self._slots = PartSizes.of(split)
         kind, scales = split.scales()
@@ -323,8 +364,7 @@ class Forward:
             # Packed rows are those of one batch, whatever sequence they belong to.
             of_batch = 0 if call.is_packed else lse.stride(0)
             statistics = Statistics(lse, code(of_batch), code(lse.stride(-2)))
-        cache = call.cache
-        operands = [TritonCall.operand(x) for x in (split.q, cache.k, cache.v, results)]
+        operands = [TritonCall.operand(x) for x in (split.q, split.k, split.v, results)]
         self._strides = [operand[1:] for operand in (*operands, statistics)]
         self._given = (*operands, statistics, split.place(), split.terms(), scales)
         # Of the first run, which others need not go through.
@@ -411,7 +451,7 @@ def cache_attention_fwd(
 
 def combine_tile(rows_per_unit: int, E: int) -> tuple[int, int, int]:
     """Rows and parts that a program of the merge has at a time, and its columns."""
-    width = 1 << (E - 1).bit_length()
+    width = min(128, 1 << (E - 1).bit_length())
     rows = 4 if rows_per_unit >= 16 else 1
     return rows, max(2, min(16, 8192 // (rows * width))), width
 
@@ -425,6 +465,12 @@ def _is_aligned(x: Tensor) -> bool:
     strides = [s for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     is_whole = x.shape[-1] % 16 == 0 and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
     return is_whole and all(stride % 16 == 0 for stride in strides)
+
+
+def _holds_pairs(x: Tensor) -> bool:
+    """Whether every row is one of whole numbers of 16 bits."""
+    is_even = x.shape[-1] % 2 == 0 and x.stride(-1) == 1 and x.data_ptr() % 2 == 0
+    return is_even and all(stride % 2 == 0 for stride in x.stride()[:-1])
 
 
 @lru_cache(maxsize=64)

@@ -1,8 +1,8 @@
 """The merge of parts of a unit.
 
 Dims: parts `[slots, G, BLOCK_M, E]` and `[slots, G, BLOCK_M, 2]`, fp32; out and lse as the call's.
-Grid: tiles of ROWS rows of a unit x G x units where parts are fixed, else groups of teams: each
-    team has left a note of the unit that it began and did not finish.
+Grid: tiles of WIDTH columns x tiles of ROWS rows of a unit x G x units where parts are fixed, else
+    groups of teams: each team has left a note of the unit that it began and did not finish.
 Math: with the maximum m_i, the sum of weights l_i and of weighted values a_i of part i, and their
     maximum m: out = sum_i exp(m_i - m) a_i / sum_i exp(m_i - m) l_i, in the order of the keys; a
     part that saw nothing has m_i = -inf and no weight. A sink joins at the end.
@@ -24,10 +24,11 @@ TEAMS = tl.constexpr(64)
 
 @triton.jit
 def _merge(
-    out, lse, parts, place, sinks, b, tile, g, x, per_unit, first, n_parts, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, BUILD: tl.constexpr,
+    out, lse, parts, place, sinks, b, tile, g, x, column, per_unit, first, n_parts,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
-    """Rows x of a unit. first: its first part where parts are fixed, else its first team."""
+    """Rows x of a unit, WIDTH columns from `column` on. first: its first part where they are fixed,
+    else its team."""
     ROWS: tl.constexpr = x.shape[0]
     BLOCK_M: tl.constexpr = BUILD.block_m
     E: tl.constexpr = BUILD.value_dims[0]
@@ -36,7 +37,7 @@ def _merge(
     seq = sequence_of(place, b, b < n_sequences(place), BUILD)
     m = (tile * BLOCK_M + x) // BUILD.group
     is_stored = (m < seq.q_stored) & (x < per_unit)
-    columns = tl.arange(0, WIDTH)
+    columns = column + tl.arange(0, WIDTH)
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -44,7 +45,7 @@ def _merge(
         i = start + tl.arange(0, PARTS)
         exists = i < n_parts
         if BUILD.is_fixed:
-            slot = tl.minimum(first + i, decode(parts.slots) - 1)
+            slot = first + i
         else:
             # Where there are more teams than quanta, some between have none.
             begin = tl.load(parts.notes + (first + i) * 8, mask=exists, other=0)
@@ -81,10 +82,12 @@ def _merge(
     keep = is_stored[:, None] & (columns < E)[None, :]
     tl.store(out.ptr + at_row[:, None] + columns[None, :], acc, mask=keep)
     if lse.ptr is not None:
-        at_lse = seq.batch.to(tl.int64) * decode(lse.stride_b)
-        at_lse += h.to(tl.int64) * decode(lse.stride_h) + seq.q_first + m
-        row_lse = tl.where(m < seq.q_used, row_lse, float("-inf"))
-        tl.store(lse.ptr + at_lse, row_lse, mask=is_stored)
+        # No two programs write the same number.
+        if column == 0:
+            at_lse = seq.batch.to(tl.int64) * decode(lse.stride_b)
+            at_lse += h.to(tl.int64) * decode(lse.stride_h) + seq.q_first + m
+            row_lse = tl.where(m < seq.q_used, row_lse, float("-inf"))
+            tl.store(lse.ptr + at_lse, row_lse, mask=is_stored)
 
 
 @triton.jit
@@ -96,17 +99,20 @@ def _cache_combine_kernel(
     G = decode(place.G)
     per_unit = decode(rows_per_unit)
     n_tiles = tl.cdiv(per_unit, ROWS)
-    pid = tl.program_id(0)
+    N_COLUMNS: tl.constexpr = (BUILD.value_dims[0] + WIDTH - 1) // WIDTH
+    column = tl.program_id(0) % N_COLUMNS * WIDTH
+    pid = tl.program_id(0) // N_COLUMNS
     x = pid % n_tiles * ROWS + tl.arange(0, ROWS)
     g = pid // n_tiles % G
     if BUILD.is_fixed:
-        b, tile, first = find_unit(place, pid // n_tiles // G, BUILD)
+        unit = pid // n_tiles // G
+        b, tile = find_unit(place, unit, BUILD)
         work = work_of(place, sequence_of(place, b, b < n_sequences(place), BUILD), BUILD)
-        first += tile.to(tl.int64) * work.quanta
-        if (b < n_sequences(place)) & (work.quanta > 1):
+        if (b < n_sequences(place)) & (tile < work.n_units) & (work.quanta > 1):
+            first = unit.to(tl.int64) * decode(parts.per_unit)
             _merge(
-                out, lse, parts, place, sinks, b, tile, g, x, per_unit, first, work.quanta, PARTS,
-                WIDTH, BUILD,
+                out, lse, parts, place, sinks, b, tile, g, x, column, per_unit, first,
+                work.quanta, PARTS, WIDTH, BUILD,
             )  # fmt: skip
     else:
         per_program = decode(teams_per_program)
@@ -122,6 +128,6 @@ def _cache_combine_kernel(
             tile = tl.load(note + 6).to(tl.int32)
             last = team_of(tl.load(note + 4) - 1, tl.load(note + 2), tl.load(note + 3))
             _merge(
-                out, lse, parts, place, sinks, b, tile, g, x, per_unit, team, last - team + 1,
-                PARTS, WIDTH, BUILD,
+                out, lse, parts, place, sinks, b, tile, g, x, column, per_unit, team,
+                last - team + 1, PARTS, WIDTH, BUILD,
             )  # fmt: skip

@@ -65,7 +65,8 @@ class CacheBuild(NamedTuple):
     is contiguous. is_flat: pages are smaller than a tile and lie one behind the other, so that a
     slot of all of them is a row. has_own: the window has an int offset of its own. singles: bit i
     where offsets, lows or highs has one entry for all. is_folded, is_capped, bias_rows,
-    precision: as in `Build`. scales: of float8, NONE, HEAD or TOKEN; of_batch: `[B, G]`.
+    precision: as in `Build`. scales: of float8, NONE, HEAD or TOKEN; of_batch: `[B, G]`. pairs: of
+    float8 columns as int16, NONE where they are read one by one, else E4M3 or E5M2.
     is_fixed: see the module. block_b: sequences that are summed over at a time; is_short: there
     are no more than that.
     """
@@ -84,6 +85,7 @@ class CacheBuild(NamedTuple):
     precision: str
     scales: int
     of_batch: bool
+    pairs: int
     is_fixed: bool
     block_m: int
     block_n: int
@@ -223,26 +225,34 @@ def share_of(place, team, n_teams, lanes, BUILD: tl.constexpr):
 
 
 @triton.jit
+def units_before(place, q_first, b, BUILD: tl.constexpr):
+    """Where the units of sequence b begin when parts are fixed: no two sequences' meet, and none of
+    it depends on a length."""
+    if place.cu_q is None:
+        return b * tl.cdiv(decode(place.M) * BUILD.group, BUILD.block_m)
+    else:
+        return q_first * BUILD.group // BUILD.block_m + b
+
+
+@triton.jit
 def find_unit(place, unit, BUILD: tl.constexpr):
-    """The sequence of a unit of the batch, its number there, and the sequence's first quantum. The
-    sequence is `n_sequences` where there is no such unit."""
-    count = n_sequences(place)
-    first = tl.zeros((), tl.int64)
-    units = 0
-    before = 0
-    found = 0
-    for start in range(0, count, BUILD.block_b):
-        b = start + tl.arange(0, BUILD.block_b)
-        work = work_of(place, sequence_of(place, b, b < count, BUILD), BUILD)
-        n_units = tl.where(b < count, work.n_units, 0)
-        quanta = (n_units * work.quanta).to(tl.int64)
-        ends = units + tl.cumsum(n_units, 0)
-        is_before = (b < count) & (ends <= unit)
-        found += tl.sum(is_before.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
-        first += tl.sum(tl.where(is_before, quanta, 0), 0)
-        units += tl.sum(n_units, 0)
-    return found, unit - before, first
+    """The sequence of such a unit and its number there; a number that the sequence does not have
+    where there is no such unit."""
+    if place.cu_q is None:
+        per_sequence = tl.maximum(units_before(place, 0, 1, BUILD), 1)
+        return unit // per_sequence, unit % per_sequence
+    else:
+        B, T = decode(place.B), decode(place.M)
+        found = -1
+        first = 0
+        for start in range(0, B + 1, BUILD.block_b):
+            b = start + tl.arange(0, BUILD.block_b)
+            q_first = _clamp(tl.load(place.cu_q + b, mask=b <= B, other=0), 0, T)
+            begin = units_before(place, q_first, b, BUILD)
+            is_before = (b <= B) & (begin <= unit)
+            found += tl.sum(is_before.to(tl.int32), 0)
+            first = tl.maximum(first, tl.max(tl.where(is_before, begin, 0), 0))
+        return found, unit - first
 
 
 @triton.jit

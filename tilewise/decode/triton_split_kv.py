@@ -26,9 +26,22 @@ from ..kernels.tiles import (
     scale_tile,
     zero_tile,
 )
-from .triton_plan import n_sequences, sequence_of, share_of, work_of
+from .triton_plan import n_sequences, sequence_of, share_of, units_before, work_of
 
 NONE, HEAD, TOKEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+E4M3, E5M2 = tl.constexpr(1), tl.constexpr(2)
+# Two pairs of bytes, each a key's columns 2 i and 2 i + 1, to column 2 i of both keys and column
+# 2 i + 1 of both.
+_FROM_E4M3 = tl.constexpr("""{
+    .reg .b32 sorted;
+    .reg .b16 even, odd;
+    prmt.b32 sorted, $2, $2, 0x3120;
+    mov.b32 {even, odd}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+}""")
+# The upper half of an fp16.
+_FROM_E5M2 = tl.constexpr("prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;")
 
 
 class Scales(NamedTuple):
@@ -48,14 +61,15 @@ class Parts(NamedTuple):
 
     notes: int64 `[teams, 8]` where parts are not fixed: a team's first quantum and its end, all
     quanta, the teams that share them; then the end of the unit that it began and left to others
-    to finish, 0 where there is none, and that unit's sequence and tile. slots: how many there
-    are, coded.
+    to finish, 0 where there is none, and that unit's sequence and tile. n_units, per_unit: where
+    they are fixed, how many units have parts, and how many parts each; coded.
     """
 
     out: Any
     state: Any
     notes: Any
-    slots: Any
+    n_units: Any
+    per_unit: Any
 
 
 class Rows(NamedTuple):
@@ -119,11 +133,62 @@ def store_rows(base, offsets, tile, mask, DIMS: tl.constexpr):
 
 
 @triton.jit
-def _convert(tile, DTYPE: tl.constexpr, DIMS: tl.constexpr):
+def _convert(tile, DTYPE: tl.constexpr, DIMS: tl.constexpr, BUILD: tl.constexpr):
     converted = ()
     for i in tl.static_range(len(DIMS) - 1):
-        converted = converted + (tile[i].to(DTYPE),)
+        if BUILD.pairs != NONE:
+            even, odd = _unpacked(tile[i], BUILD)
+            converted = converted + (even, odd)
+        else:
+            converted = converted + (tile[i].to(DTYPE),)
     return converted
+
+
+@triton.constexpr_function
+def _halved(dims):
+    """A head dim and its pieces in pairs of columns."""
+    return tuple(x // 2 for x in dims)
+
+
+@triton.constexpr_function
+def _apart(dims):
+    """A head dim, and for each of its pieces the even columns and the odd ones."""
+    return dims[0], *(x // 2 for x in dims[1:] for _ in range(2))
+
+
+@triton.jit
+def _take_apart(tile, DIMS: tl.constexpr):
+    """Columns as `_apart` has them."""
+    found = ()
+    for i in tl.static_range(len(DIMS) - 1):
+        even, odd = tl.split(tile[i].reshape(tile[i].shape[0], DIMS[i + 1] // 2, 2))
+        found = found + (even, odd)
+    return found
+
+
+@triton.jit
+def _put_together(tile, DIMS: tl.constexpr):
+    found = ()
+    for i in tl.static_range(len(DIMS) - 1):
+        both = tl.join(tile[2 * i], tile[2 * i + 1])
+        found = found + (both.reshape(both.shape[0], DIMS[i + 1]),)
+    return found
+
+
+@triton.jit
+def _unpacked(x, BUILD: tl.constexpr):
+    """Even and odd columns of float8 in pairs, in fp16. Matrix units want numbers of two keys side
+    by side in a register, which shared memory hands out for 16 bits, and not for 8."""
+    if BUILD.precision == "interpreted":
+        F8: tl.constexpr = tl.float8e4nv if BUILD.pairs == E4M3 else tl.float8e5
+        even = x.to(tl.int8).to(F8, bitcast=True).to(tl.float16)
+        odd = (x >> 8).to(tl.int8).to(F8, bitcast=True).to(tl.float16)
+        return even, odd
+    else:
+        ASM: tl.constexpr = _FROM_E4M3 if BUILD.pairs == E4M3 else _FROM_E5M2
+        return tl.inline_asm_elementwise(
+            ASM, "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
 
 
 @triton.jit
@@ -246,8 +311,16 @@ def _segment(
     weights of what they see of it."""
     BLOCK_M: tl.constexpr = BUILD.block_m
     BLOCK_N: tl.constexpr = BUILD.block_n
-    DIMS: tl.constexpr = BUILD.dims
-    VALUE_DIMS: tl.constexpr = BUILD.value_dims
+    IS_PAIRED: tl.constexpr = BUILD.pairs != NONE
+    WHOLE: tl.constexpr = BUILD.dims
+    WHOLE_VALUES: tl.constexpr = BUILD.value_dims
+    # As they are stored, and as they are multiplied.
+    STORED: tl.constexpr = _halved(WHOLE) if IS_PAIRED else WHOLE
+    STORED_VALUES: tl.constexpr = _halved(WHOLE_VALUES) if IS_PAIRED else WHOLE_VALUES
+    DIMS: tl.constexpr = _apart(WHOLE) if IS_PAIRED else WHOLE
+    VALUE_DIMS: tl.constexpr = _apart(WHOLE_VALUES) if IS_PAIRED else WHOLE_VALUES
+    if IS_PAIRED:
+        q_tile = _take_apart(q_tile, WHOLE)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = zero_tile(BLOCK_M, VALUE_DIMS)
@@ -289,14 +362,14 @@ def _segment(
     for t in range(t0, t1):
         n = t * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = (n >= start) & (n < stop)
-        k_tile = load_keys(k, row, n, g, mask_n, DIMS, BUILD)
+        k_tile = load_keys(k, row, n, g, mask_n, STORED, BUILD)
         if BUILD.is_shared:
             v_tile = k_tile
         else:
-            v_tile = load_keys(v, row, n, g, mask_n, VALUE_DIMS, BUILD)
+            v_tile = load_keys(v, row, n, g, mask_n, STORED_VALUES, BUILD)
         if BUILD.scales != NONE:
-            k_tile = _convert(k_tile, DTYPE, DIMS)
-            v_tile = _convert(v_tile, DTYPE, VALUE_DIMS)
+            k_tile = _convert(k_tile, DTYPE, STORED, BUILD)
+            v_tile = _convert(v_tile, DTYPE, STORED_VALUES, BUILD)
         s = _scores(q_tile, k_tile, DIMS, BUILD)
         if BUILD.scales == TOKEN:
             slot = n
@@ -339,6 +412,8 @@ def _segment(
     # Rows that nobody owns met keys of others.
     seen = rows.owned & (row_sum > 0.0)
     acc = clean_rows(scale_tile(acc, v_factor, VALUE_DIMS), seen, VALUE_DIMS)
+    if IS_PAIRED:
+        acc = _put_together(acc, WHOLE_VALUES)
     return acc, tl.where(seen, row_max, float("-inf")), tl.where(seen, row_sum, 0.0)
 
 
@@ -416,9 +491,12 @@ def _cache_attention_fwd_kernel(
                 if lse.ptr is not None:
                     store_lse(lse, seq, rows, row_lse)
             else:
-                # Where offsets of queries are not what they should be there are units beyond.
-                slot = tl.minimum(flat, decode(parts.slots) - 1)
-                if not BUILD.is_fixed:
+                if BUILD.is_fixed:
+                    # Where offsets of queries are not what they should be there are units beyond.
+                    unit = units_before(place, seq.q_first, b, BUILD) + tile
+                    unit = tl.minimum(unit, decode(parts.n_units) - 1)
+                    slot = unit.to(tl.int64) * decode(parts.per_unit) + chunk
+                else:
                     # A share has two units at most that others work on too.
                     slot = team.to(tl.int64) * 2 + tl.where(chunk == 0, 1, 0)
                 part = (slot * G + g) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.gpu.common import DEVICE, ints
-from tests.gpu.mla_cases import CASES, MlaCase, call_of, draw, held, on_device
+from tests.gpu.hopper_caches import CASES, HopperCase, call_of, draw, held, on_device
 from tilewise.core.backends import hopper_problem
 from tilewise.core.tolerance import assert_within_budget
 from tilewise.decode import warm
@@ -40,18 +40,18 @@ def no_hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_within_the_budget(case: MlaCase) -> None:
+def test_within_the_budget(case: HopperCase) -> None:
     held(case)
 
 
-def here(case: MlaCase, seed: int = 0) -> tuple[Tensor, tw.KVCache, dict[str, Any]]:
+def here(case: HopperCase, seed: int = 0) -> tuple[Tensor, tw.KVCache, dict[str, Any]]:
     """q, a cache and options, on the GPU."""
     q, cache, options = draw(case, seed)
     return on_device(q), on_device(cache), {name: on_device(x) for name, x in options.items()}
 
 
 def test_auto_takes_it_for_many_rows() -> None:
-    q, cache, options = here(MlaCase("auto", 128))
+    q, cache, options = here(HopperCase("auto", 128))
     assert tw.explain_cache_backend(q, cache, **options).name == "hopper"
     chosen = tw.attention_with_cache(q, cache, **options)
     named = tw.attention_with_cache(q, cache, **options, backend="hopper")
@@ -64,7 +64,7 @@ def test_auto_takes_it_for_many_rows() -> None:
 
 @pytest.mark.parametrize("page", [None, 64])
 def test_a_graph_captured_short_is_right_for_any_lengths(page: int | None) -> None:
-    case = MlaCase("graph", 16, 2, (700, 3, 0, 333, 33, 64, 1), page)
+    case = HopperCase("graph", 16, 2, (700, 3, 0, 333, 33, 64, 1), page)
     q, cache, options = draw(case)
     q_here, cache_here = on_device(q), on_device(cache)
     cache_here.lengths.copy_(ints(1, 1, 0, 32, 1, 0, 1))
@@ -85,7 +85,7 @@ def test_a_graph_captured_short_is_right_for_any_lengths(page: int | None) -> No
 
 
 def test_repeats_give_the_same_bits() -> None:
-    q, cache, options = here(MlaCase("repeats", 128, 2, (5000, 17, 900)))
+    q, cache, options = here(HopperCase("repeats", 128, 2, (5000, 17, 900)))
     first = tw.attention_with_cache_partial(q, cache, **options, backend="hopper")
     differs = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(500):
@@ -95,7 +95,7 @@ def test_repeats_give_the_same_bits() -> None:
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
-    case = MlaCase("neighbours", 16, 2, (3001,), options={"batch_invariant": True})
+    case = HopperCase("neighbours", 16, 2, (3001,), options={"batch_invariant": True})
     q, own, options = here(case)
     alone = tw.attention_with_cache_partial(q, own, **options, backend="hopper")
     generator = torch.Generator().manual_seed(0)
@@ -114,7 +114,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_warm_calls_are_cold_ones() -> None:
-    case = MlaCase("warm", 16, 2, (900, 3, 333), sinks=True)
+    case = HopperCase("warm", 16, 2, (900, 3, 333), sinks=True)
     q, first, options = here(case)
     other, second, _ = here(case, seed=1)
     tw.attention_with_cache(q, first, **options, backend="hopper")
