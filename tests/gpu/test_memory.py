@@ -47,8 +47,8 @@ def test_memory_is_linear(form: str, is_backward: bool) -> None:
     N = 16384
     half, whole = (peak_bytes(n, form, is_backward=is_backward) for n in (N // 2, N))
     output_bytes = N * H * D * 2
-    # Forward: out, as much again for the backward, and lse; backward: dout, three gradients and fp32
-    # sums of them.
+    # Forward: out, as much again for the backward, and lse; backward: dout, three gradients and
+    # fp32 sums of them.
     assert output_bytes <= whole <= (12 if is_backward else 3) * output_bytes
     assert whole <= 2.1 * half
 
