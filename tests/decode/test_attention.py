@@ -260,6 +260,9 @@ def test_a_gradient_is_refused_and_no_grad_is_fine() -> None:
         assert tw.attention_with_cache(q, cache).isfinite().all()
 
 
+TERMS = dict.fromkeys(("scale", "softcap", "bias", "alibi_slopes", "sinks"))
+
+
 @pytest.mark.skipif(UNDER_TEST.device != "cpu", reason="of the choice on a CPU")
 def test_the_choice_and_its_reasons() -> None:
     cache, q = filled([20, 9], 24), queries(2, 1)
@@ -290,6 +293,24 @@ def test_the_reason_names_the_kernel(
     monkeypatch.setattr(dense_choice, "triton_problem", lambda device: "")
     choice = tw.explain_cache_backend(queries(2, M), filled([20, 9], 24), **options)
     assert choice.reason == f"{kernel} runs here, on cpu"
+
+
+@pytest.mark.skipif(UNDER_TEST.device != "cpu", reason="of the choice as if on a GPU")
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_a_tree_is_not_hoppers(is_latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so a tree of many rows over latents, which hopper would run, is Triton's."""
+    pytest.importorskip("triton")
+    for problem in ("triton_problem", "hopper_problem"):
+        monkeypatch.setattr(decode_choice, problem, lambda device: "")
+    D, dtype = 576 if is_latent else 128, torch.bfloat16
+    cache = tw.KVCache.latent(2, 8) if is_latent else tw.KVCache.allocate(2, 8, 1, D, dtype=dtype)
+    given = {"mask": tw.tree(torch.tensor([1, 3, 5]))}
+    q = torch.zeros(2, 3, 32, D, dtype=dtype)
+    with pytest.raises(NotImplementedError, match="takes only windows and key ranges"):
+        tw.explain_cache_backend(q, cache, **given, backend="hopper")
+    call = make_call("test", q, cache, given["mask"], TERMS, None, None, Splits())
+    assert decode_choice.is_faster_on_hopper(call) == is_latent
+    assert "windows and key ranges" in decode_choice.why_not_hopper(call)
 
 
 @pytest.mark.skipif(UNDER_TEST.device != "cpu", reason="of the op's schema")

@@ -102,7 +102,8 @@ def why_not_hopper(call: CacheCall) -> str:
     from .triton_call import SplitMask
 
     mask = SplitMask.of(call.mask)
-    return "takes only windows and key ranges as masks" if mask is None or mask.tree else ""
+    is_band = mask is not None and mask.tree is None
+    return "" if is_band else "takes only windows and key ranges as masks"
 
 
 def is_latent(call: CacheCall) -> bool:
