@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tilewise as tw
 from tilewise.core.shapes import (
     check_broadcastable,
     check_same_device,
@@ -139,3 +140,12 @@ def test_what_does_not_broadcast(shape: tuple[int, ...]) -> None:
         check_broadcastable("op", "bias", torch.empty(shape), SHAPE)
     assert_one_sentence(caught, "op: bias must broadcast to [B, H, M, N] = [2, 4, 5, 7]")
     assert str(list(shape)) in str(caught.value)
+
+
+def test_what_is_sparse_is_refused_by_name() -> None:
+    cache = tw.KVCache.allocate(1, 4, 1, 8)
+    with pytest.raises(ValueError, match=r"q must be a strided tensor, got torch.sparse_coo"):
+        tw.attention_with_cache(torch.zeros(1, 1, 1, 8).to_sparse(), cache)
+    part = tw.Partial(torch.zeros(1, 2, 1, 8).to_sparse(), torch.zeros(1, 1, 2))
+    with pytest.raises(ValueError, match=r"partials\[0\].out must be a strided tensor"):
+        tw.merge([part, part])

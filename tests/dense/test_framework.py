@@ -514,3 +514,26 @@ def test_results_may_be_changed_in_place(dtype: torch.dtype, learns: bool) -> No
         out.mul_(factor)
         lse.add_(1)
         assert torch.equal(torch.autograd.grad(out.sum(), factor)[0], want)
+
+
+def test_a_result_is_not_changed_in_place() -> None:
+    """It is kept for the backward, whichever dtype it has."""
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = (torch.randn(1, 5, 2, 8, dtype=dtype).requires_grad_() for _ in "qkv")
+        out = tw.attention(q, k, v)
+        out += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("keys", [64, 136])
+def test_an_output_that_overflows_poisons_no_other_gradient(keys: int) -> None:
+    """Dropout makes some outputs too large for fp16. What does not ask for them is as finite as
+    ever: inf and what rounding took off it, -inf, meet a dO of 0."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, keys, 2, 16).half().requires_grad_() for _ in "qk")
+    v = torch.full((1, keys, 2, 16), 60000.0).half().requires_grad_()
+    out = tw.attention(q, k, v, dropout_p=0.5, backend="tiled")
+    assert bool(out.isinf().any()) and bool(out.isfinite().any())
+    dout = torch.where(out.isinf(), 0.0, torch.full_like(out, 1e-3))
+    assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(out, (q, k, v), dout))

@@ -1,10 +1,15 @@
 """torch.func's transforms around dense attention: each is what a loop of plain calls gives."""
 
+import subprocess
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from tests.helpers import on_backend
@@ -167,3 +172,47 @@ def test_second_derivatives_raise() -> None:
 
     with pytest.raises(NotImplementedError, match="second derivatives"):
         torch.func.grad(norm)(q)
+
+
+def check_alike(found: Sequence[Tensor], alone: Sequence[Tensor]) -> None:
+    """Up to the order of sums, which a batch may change."""
+    for got, want in zip(found, alone, strict=True):
+        floor = 16 * float(want.abs().max()) * torch.finfo(want.dtype).eps
+        assert_within_budget(got, want.double(), want, floor=floor)
+
+
+def leaves(dtype: torch.dtype) -> list[Tensor]:
+    return [x[0].to(dtype).requires_grad_() for x in tensors().values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_mapped_backward_recomputes_a_checkpoint(dtype: torch.dtype) -> None:
+    """The forward saved as a plain call does; under vmap it is run again as a mapped one."""
+    qkv = leaves(dtype)
+    upstream = torch.randn(V, B, M, H, D).to(dtype)
+    out = checkpoint(attention, *qkv, use_reentrant=False)
+    found = torch.vmap(lambda w: torch.autograd.grad(out, qkv, w, retain_graph=True))(upstream)
+    for i in range(V):
+        alone = torch.autograd.grad(attention(*qkv), qkv, upstream[i])
+        check_alike([x[i] for x in found], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_traced_gradient_is_mapped(dtype: torch.dtype) -> None:
+    """What was traced holds the ops themselves, of 16 bits the one that keeps O in two parts."""
+    traced = make_fx(lambda *x: torch.autograd.grad(attention(*x).sum(), x))(*leaves(dtype))
+    given = [x.to(dtype) for x in tensors().values()]
+    found = torch.vmap(traced)(*given)
+    for i in range(V):
+        check_alike([x[i] for x in found], traced(*(x[i] for x in given)))
+
+
+def test_the_rules_are_there_before_the_first_transform() -> None:
+    program = """
+import torch, tilewise as tw
+x = [torch.randn(1, 4, 1, 8).requires_grad_() for _ in range(3)]
+out = tw.attention(*x)
+torch.vmap(lambda w: torch.autograd.grad(out, x, w, retain_graph=True))(torch.randn(2, 1, 4, 1, 8))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -59,7 +59,7 @@ def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) ->
             recur with the same size; `B|1` also takes 1; a literal number takes just that.
     Returns: the sizes by letter.
     Raises: ValueError that names the op, the argument, what came and what was expected; also for
-        what is no tensor.
+        what is no tensor, and for a sparse one.
 
     >>> q, k = torch.empty(2, 5, 4, 8), torch.empty(2, 7, 2, 8)
     >>> check_shapes("attention", {"q": q, "k": k}, q="B M H D", k="B N G D")
@@ -73,6 +73,8 @@ def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) ->
         letters = spec.split()
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{op}: {name} must be a strided tensor, got {tensor.layout}.")
         if tensor.dim() != len(letters):
             raise ValueError(
                 f"{op}: {name} must be [{', '.join(letters)}], "

@@ -30,6 +30,7 @@ from .checks import (
     check_out_dtype,
 )
 from .choice import BACKENDS, choose, explain
+from .mapped import MappedAttention
 from .ops import Arguments, Attention, check_contents
 from .piece import Piece
 
@@ -71,10 +72,12 @@ def attention(
             give them anyway. torch.use_deterministic_algorithms asks for them too.
         backend: "auto", "hopper", "triton", "tiled", "reference"; a named one never falls back.
     Returns: `[B, M, H, E]` in q's dtype. A query that sees no key gives 0 and has gradient 0.
+        Kept for the backward: `out + x`, not `out += x`, which autograd refuses.
     Raises: ValueError for arguments that do not fit, NotImplementedError for what no chosen
         backend can do; before anything is read or written.
     Cost: 4 B H M N D flops over the visible tiles, backward 2.5 times that (3.5 times on "triton",
-        4 above head dim 128). Extra memory: an lse `[B, H, M]` and a few tiles; backward, fp32
+        4 above head dim 128). Extra memory: an lse `[B, H, M]` and a few tiles; where something
+        learns in 16 bits, 2 bytes an element of what is returned; backward, fp32
         buffers of dq, dk and dv on "tiled", of dq on "hopper", and where a bias, slopes or sinks
         learn, out in fp32 on "tiled". On GPUs inputs whose rows do not start at multiples of 16
         elements are copied.
@@ -459,10 +462,8 @@ def _run_op(
 ) -> tuple[Tensor, Tensor]:
     """The registered op, with gradients where something learns."""
     if is_transformed():
-        from .mapped import MappedAttention
-
         mapped: Any = MappedAttention.apply
-        out, lse = mapped(q, k, v, *arguments[:3], arguments[3:], out_dtype)
+        out, lse, *_ = mapped(q, k, v, *arguments[:3], arguments[3:], out_dtype)
         return out.to(out_dtype), lse
     learned: tuple[Tensor | None, ...] = (q, k, v, *arguments[:3])
     if _learns(*learned):

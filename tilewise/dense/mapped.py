@@ -7,18 +7,24 @@ anything else (lengths or a bias per row, dropout, packed calls) runs one by one
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..core.shapes import accumulator_of
-from .ops import Arguments, library
+from .ops import Arguments, forward_to_keep, library
+from .piece import Result
 
 
 class MappedAttention(torch.autograd.Function):
-    """As `ops.Attention`, as transforms need it; out is as it was summed."""
+    """As `ops.Attention`, as transforms need it: out, lse, and what is kept beside them for the
+    backward, if anything. out is as it is kept.
+
+    What is saved is what `Attention` saves, in its order: a checkpoint may recompute one by the
+    other.
+    """
 
     generate_vmap_rule = True
 
@@ -26,22 +32,26 @@ class MappedAttention(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None,
         sinks: Tensor | None, rest: tuple[Any, ...], out_dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        stored = accumulator_of(q.dtype)
-        out, lse = torch.ops.tilewise.attention_fwd(q, k, v, bias, slopes, sinks, *rest, stored)
-        return out, lse
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        result = forward_to_keep(q, k, v, Arguments(bias, slopes, sinks, *rest), out_dtype)
+        return tuple(x for x in result if x is not None)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, rest, _ = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, bias, slopes, sinks, rest, _ = inputs
+        out, lse, remainder = Result(*output)
+        if remainder is not None:
+            ctx.mark_non_differentiable(remainder)
         flat, ctx.structure = tree_flatten(rest)
         ctx.places = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
         ctx.plain = [None if isinstance(x, Tensor) else x for x in flat]
-        ctx.save_for_backward(*tensors, *output, *(flat[i] for i in ctx.places))
+        ctx.save_for_backward(
+            q, k, v, out, remainder, lse, bias, slopes, sinks, *(flat[i] for i in ctx.places)
+        )
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-        q, k, v, bias, slopes, sinks, out, lse, *others = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Any, ...]:
+        q, k, v, out, remainder, lse, bias, slopes, sinks, *others = ctx.saved_tensors
         flat = list(ctx.plain)
         for place, x in zip(ctx.places, others, strict=True):
             flat[place] = x
@@ -52,7 +62,7 @@ class MappedAttention(torch.autograd.Function):
             for x, need in zip(extras, ctx.needs_input_grad[3:6], strict=True)
         ]
         gradients = torch.ops.tilewise.attention_bwd(
-            dout, dlse, out, None, lse, q, k, v, *extras, *rest, wanted
+            dout, dlse, out, remainder, lse, q, k, v, *extras, *rest, wanted
         )
         gradients = _Once.apply(len(gradients), *gradients, dout, dlse, q, k, v, *extras)
         kept = zip(gradients[3:], wanted, strict=True)
@@ -83,14 +93,19 @@ class _Once(torch.autograd.Function):
 # ---------------------------------------------------------------- the rules of vmap
 
 
-def _map_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    rest = Arguments(*arguments[3:-1])
-    if not _folds(rest, in_dims[3:-1]):
-        return _one_by_one(torch.ops.tilewise.attention_fwd, info, in_dims, arguments)
+_N_ARGUMENTS = len(Arguments._fields)
+
+
+def _map_forward(
+    op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any
+) -> Any:
+    end = 3 + _N_ARGUMENTS
+    if not _folds(Arguments(*arguments[3:end]), in_dims[3:end]):
+        return _one_by_one(op, info, in_dims, arguments)
     size = info.batch_size
     qkv = [_fold(x, dim, size) for x, dim in zip(arguments[:3], in_dims[:3], strict=True)]
-    out, lse = torch.ops.tilewise.attention_fwd(*qkv, *arguments[3:])
-    return (out.unflatten(0, (size, -1)), lse.unflatten(0, (size, -1))), (0, 0)
+    results = op(*qkv, *arguments[3:])
+    return tuple(x.unflatten(0, (size, -1)) for x in results), (0,) * len(results)
 
 
 def _map_backward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
@@ -139,5 +154,9 @@ def _one_by_one(
     return stacked, (0,) * len(stacked)
 
 
-for _name, _rule in (("attention_fwd", _map_forward), ("attention_bwd", _map_backward)):
+for _name, _rule in (
+    ("attention_fwd", partial(_map_forward, torch.ops.tilewise.attention_fwd)),
+    ("attention_fwd_split", partial(_map_forward, torch.ops.tilewise.attention_fwd_split)),
+    ("attention_bwd", _map_backward),
+):
     torch.library.register_vmap(f"tilewise::{_name}", _rule, lib=library)

@@ -386,6 +386,17 @@ def is_kept_in_two(dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
     return out_dtype == dtype and dtype in (torch.bfloat16, torch.float16)
 
 
+def forward_to_keep(
+    q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, out_dtype: torch.dtype
+) -> Result:
+    """The op of a call that learns: O as it is kept for the backward. out_dtype: of what the caller
+    gets."""
+    if is_kept_in_two(q.dtype, out_dtype):
+        return Result(*torch.ops.tilewise.attention_fwd_split(q, k, v, *arguments))
+    stored = accumulator_of(q.dtype)
+    return Result(*torch.ops.tilewise.attention_fwd(q, k, v, *arguments, stored))
+
+
 class Attention(torch.autograd.Function):
     """`(out, lse)` with gradients for q, k, v, bias, slopes, sinks, through out and lse.
 
@@ -409,12 +420,7 @@ class Attention(torch.autograd.Function):
             return (out if out.dtype == out_dtype else out.to(out_dtype)), lse
         wanted = [ctx.needs_input_grad[i] for i in (3, 4, 5)]
         arguments = Arguments(bias, slopes, sinks, *rest)
-        remainder = None
-        if is_kept_in_two(q.dtype, out_dtype):
-            out, lse, remainder = torch.ops.tilewise.attention_fwd_split(q, k, v, *arguments)
-        else:
-            stored = accumulator_of(q.dtype)
-            out, lse = torch.ops.tilewise.attention_fwd(q, k, v, *arguments, stored)
+        out, lse, remainder = forward_to_keep(q, k, v, arguments, out_dtype)
         ctx.save_for_backward(
             q, k, v, out, remainder, lse, bias, slopes, sinks, *arguments[3:8],
             *arguments.start_tensors, *arguments.mask_tensors,

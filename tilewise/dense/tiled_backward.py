@@ -57,9 +57,10 @@ def attention_gradients(
         with full_precision():
             dq, dk, dv = torch_flash.backward(piece, dout, out, lse)
         return [dq, dk, dv, *(lse.new_empty(0) for _ in wanted)]
-    # An out of 0 adds nothing; an empty row is all 0, and its dO may be anything.
+    # An out of 0 adds nothing: an empty row is all 0, and its dO may be anything. Nor does a dO of
+    # 0: an out that is too large for its dtype is inf, and what rounding took off it is -inf.
     out = out.to(dtype) if remainder is None else out.to(dtype) + remainder
-    products = torch.where(out == 0, 0.0, dout.to(dtype) * out)
+    products = torch.where((out == 0) | (dout == 0), 0.0, dout.to(dtype) * out)
     delta = products.sum(-1).transpose(1, 2)
     if dlse is not None:
         delta = delta - dlse

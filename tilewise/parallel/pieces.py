@@ -388,7 +388,7 @@ def deltas_of(out: Tensor, dout: Tensor, dlse: Tensor | None, terms: Terms) -> T
 
         return row_deltas(out, dout, dlse)
     wide = accumulator_of(out.dtype)
-    products = torch.where(out == 0, 0.0, dout.to(wide) * out)
+    products = torch.where((out == 0) | (dout == 0), 0.0, dout.to(wide) * out)
     delta = products.sum(-1).transpose(1, 2)
     return (delta if dlse is None else delta - dlse).contiguous()
 

@@ -18,6 +18,7 @@ import torch
 from ...core.backends import BackendChoice, is_interpreted
 from ...core.mask import Mask
 from ...core.mask_bits import from_function
+from ...core.shapes import accumulator_of
 from ...dense.choice import explain_elsewhere
 from .gpus import Gpu
 from .request import Request
@@ -138,10 +139,14 @@ def make(request: Request, gpu: Gpu) -> Plan:
     q, k, v = request.tensors("meta")
     with _recording(gpu) as records:
         arguments = arguments._replace(mask_tensors=[x.to("meta") for x in tensors])
-        out, lse = ops._attention_fwd(q, k, v, *arguments, request.dtype)
+        # As where something learns: that is what has a backward.
+        is_split = ops.is_kept_in_two(q.dtype, request.dtype)
+        stored = request.dtype if is_split else accumulator_of(q.dtype)
+        result = ops._forward(q, k, v, arguments, stored, is_split=is_split)
         n_forward = len(records)
-        wanted = [False, False, False]
-        ops._attention_bwd(torch.empty_like(out), None, out, None, lse, q, k, v, *arguments, wanted)
+        dout, wanted = torch.empty_like(result.out, dtype=request.dtype), [False, False, False]
+        kept = (dout, None, result.out, result.remainder, result.lse)
+        ops._attention_bwd(*kept, q, k, v, *arguments, wanted)
     launches = [
         Launch(kernel, config, tuple(given), programs, index >= n_forward)
         for index, (kernel, config, given, programs) in enumerate(records)
