@@ -516,8 +516,8 @@ def test_results_may_be_changed_in_place(dtype: torch.dtype, learns: bool) -> No
         assert torch.equal(torch.autograd.grad(out.sum(), factor)[0], want)
 
 
-def test_a_result_is_not_changed_in_place() -> None:
-    """It is kept for the backward, whichever dtype it has."""
+def test_a_result_that_was_changed_has_no_backward() -> None:
+    """It is kept for that, whichever dtype it has."""
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = (torch.randn(1, 5, 2, 8, dtype=dtype).requires_grad_() for _ in "qkv")
         out = tw.attention(q, k, v)

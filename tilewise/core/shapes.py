@@ -49,6 +49,14 @@ def check_number(op: str, name: str, x: Any) -> None:
         )
 
 
+def check_is_dense(op: str, name: str, x: Any) -> None:
+    """Raises: ValueError for what is no tensor, and for a sparse one."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}.")
+    if x.layout != torch.strided:
+        raise ValueError(f"{op}: {name} must be a strided tensor, got {x.layout}.")
+
+
 def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) -> dict[str, int]:
     """Bind dimension letters to sizes and raise one sentence when a tensor does not fit.
 
@@ -71,10 +79,7 @@ def check_shapes(op: str, tensors: Mapping[str, Tensor | None], **specs: str) ->
         if tensor is None:
             continue
         letters = spec.split()
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"{op}: {name} must be a strided tensor, got {tensor.layout}.")
+        check_is_dense(op, name, tensor)
         if tensor.dim() != len(letters):
             raise ValueError(
                 f"{op}: {name} must be [{', '.join(letters)}], "

@@ -14,6 +14,7 @@ from ..core.shapes import (
     check_broadcastable,
     check_head_dims,
     check_head_ratio,
+    check_is_dense,
     check_number,
     check_same_device,
     check_same_dtype,
@@ -96,15 +97,12 @@ def check_call(
 
 def check_are_tensors(op: str, tensors: dict[str, Any]) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}.")
-        if tensor.is_nested:
+        if isinstance(tensor, Tensor) and tensor.is_nested:
             raise NotImplementedError(
                 f"{op}: {name} must be a plain tensor, got a nested one; attention_varlen takes "
                 "its values() as packed tokens and its offsets() as cu_seqlens."
             )
-        if tensor.layout != torch.strided:
-            raise ValueError(f"{op}: {name} must be a strided tensor, got {tensor.layout}.")
+        check_is_dense(op, name, tensor)
 
 
 def check_out_dtype(op: str, out_dtype: torch.dtype) -> None:

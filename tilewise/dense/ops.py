@@ -386,14 +386,20 @@ def is_kept_in_two(dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
     return out_dtype == dtype and dtype in (torch.bfloat16, torch.float16)
 
 
+def form_to_keep(dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[torch.dtype, bool]:
+    """The dtype in which O is kept for the backward, and whether in two parts. dtype: of q.
+    out_dtype: of what the caller gets."""
+    is_split = is_kept_in_two(dtype, out_dtype)
+    return (out_dtype if is_split else accumulator_of(dtype)), is_split
+
+
 def forward_to_keep(
     q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, out_dtype: torch.dtype
 ) -> Result:
-    """The op of a call that learns: O as it is kept for the backward. out_dtype: of what the caller
-    gets."""
-    if is_kept_in_two(q.dtype, out_dtype):
+    """The op of a call that learns: O as `form_to_keep` says."""
+    stored, is_split = form_to_keep(q.dtype, out_dtype)
+    if is_split:
         return Result(*torch.ops.tilewise.attention_fwd_split(q, k, v, *arguments))
-    stored = accumulator_of(q.dtype)
     return Result(*torch.ops.tilewise.attention_fwd(q, k, v, *arguments, stored))
 
 

@@ -57,13 +57,8 @@ def attention_gradients(
         with full_precision():
             dq, dk, dv = torch_flash.backward(piece, dout, out, lse)
         return [dq, dk, dv, *(lse.new_empty(0) for _ in wanted)]
-    # An out of 0 adds nothing: an empty row is all 0, and its dO may be anything. Nor does a dO of
-    # 0: an out that is too large for its dtype is inf, and what rounding took off it is -inf.
     out = out.to(dtype) if remainder is None else out.to(dtype) + remainder
-    products = torch.where((out == 0) | (dout == 0), 0.0, dout.to(dtype) * out)
-    delta = products.sum(-1).transpose(1, 2)
-    if dlse is not None:
-        delta = delta - dlse
+    delta = row_deltas(out, dout, dlse)
     sources = [piece.q, piece.k, piece.v]
     extras = (terms.bias, terms.alibi_slopes, terms.sinks)
     sources += [x for x, want in zip(extras, wanted, strict=True) if want and x is not None]
@@ -74,6 +69,15 @@ def attention_gradients(
     cast = [buffer.to(x.dtype) for buffer, x in zip(buffers, sources, strict=True)]
     own = iter(cast[3:])
     return [*cast[:3], *(next(own) if want else lse.new_empty(0) for want in wanted)]
+
+
+def row_deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """delta = rowsum(dO * O) - dLSE, `[B, H, M]`, of out in the accumulator's dtype."""
+    # An out of 0 adds nothing: an empty row is all 0, and its dO may be anything. Nor does a dO of
+    # 0: an out that is too large for its dtype is inf, and what rounding took off it is -inf.
+    products = torch.where((out == 0) | (dout == 0), 0.0, dout.to(out.dtype) * out)
+    delta = products.sum(-1).transpose(1, 2)
+    return delta if dlse is None else delta - dlse
 
 
 def attention_bwd(

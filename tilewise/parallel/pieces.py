@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..core.partials import Partial, merge_into
 from ..core.shapes import accumulator_of
+from ..dense import tiled_backward
 from ..dense.checks import check_call
 from ..dense.choice import choose_for_pieces
 from ..dense.ops import Arguments, Attention
@@ -387,10 +388,7 @@ def deltas_of(out: Tensor, dout: Tensor, dlse: Tensor | None, terms: Terms) -> T
         from .triton_rows import row_deltas
 
         return row_deltas(out, dout, dlse)
-    wide = accumulator_of(out.dtype)
-    products = torch.where((out == 0) | (dout == 0), 0.0, dout.to(wide) * out)
-    delta = products.sum(-1).transpose(1, 2)
-    return (delta if dlse is None else delta - dlse).contiguous()
+    return tiled_backward.row_deltas(out.to(accumulator_of(out.dtype)), dout, dlse).contiguous()
 
 
 class Attend(torch.autograd.Function):

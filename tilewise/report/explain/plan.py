@@ -18,7 +18,6 @@ import torch
 from ...core.backends import BackendChoice, is_interpreted
 from ...core.mask import Mask
 from ...core.mask_bits import from_function
-from ...core.shapes import accumulator_of
 from ...dense.choice import explain_elsewhere
 from .gpus import Gpu
 from .request import Request
@@ -140,8 +139,7 @@ def make(request: Request, gpu: Gpu) -> Plan:
     with _recording(gpu) as records:
         arguments = arguments._replace(mask_tensors=[x.to("meta") for x in tensors])
         # As where something learns: that is what has a backward.
-        is_split = ops.is_kept_in_two(q.dtype, request.dtype)
-        stored = request.dtype if is_split else accumulator_of(q.dtype)
+        stored, is_split = ops.form_to_keep(q.dtype, request.dtype)
         result = ops._forward(q, k, v, arguments, stored, is_split=is_split)
         n_forward = len(records)
         dout, wanted = torch.empty_like(result.out, dtype=request.dtype), [False, False, False]
