@@ -4,8 +4,9 @@ Dims: a block is 64 query rows of one sequence and head. Blocks are counted head
 Grid: one program a block.
 
 Numbers of a block: fp32 `[2, 64]`, lse in log2 units (+inf where a row has none, so that P is 0)
-and delta = rowsum(dO * O) - dLSE (0 there). Row r = 8 i + 2 lane + j stands at 16 lane + 2 i + j:
-then a thread of the backward, which holds the rows of one lane, reads 16 bytes at a time.
+and delta = rowsum(dO * O) - dLSE (0 there). Row r = 16 t + 8 u + 2 lane + j stands at
+16 t + 4 lane + 2 u + j: a thread of the backward holds the rows of one lane and reads 16 bytes at a
+time, and those of four lanes lie in different banks of shared memory.
 
 Buffer of dQ: fp32, one block after the other, of each first one half of the columns, then the
 other. Inside a half, column c of row r stands where the thread that holds it in a wgmma accumulator
@@ -38,7 +39,7 @@ def _locate(place, PLACE: tl.constexpr):
 @triton.jit
 def number_of_row(r):
     """Where the number of a block's row r stands."""
-    return (r % 8 // 2) * 16 + (r // 8) * 2 + r % 2
+    return r // 16 * 16 + (r % 8 // 2) * 4 + (r // 8 % 2) * 2 + r % 2
 
 
 @triton.jit

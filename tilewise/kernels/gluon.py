@@ -187,9 +187,10 @@ def sum_in_thread(x, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 @gluon.constexpr_function
 def _columns_of_lanes(n):
-    """Where the n columns of an accumulator's row lie: those of a lane of four together."""
-    in_thread = [[1 << i] for i in range(30) if 1 << i < n // 4]
-    lanes = [[n // 4], [n // 2], [0], [0], [0]]
+    """Where the n columns of an accumulator's row lie: 16 bytes of each lane of four, side by side,
+    so that four lanes read 64 bytes of different banks at a time."""
+    in_thread = [[1], [2], *([1 << i] for i in range(4, 30) if 1 << i < n)]
+    lanes = [[4], [8], [0], [0], [0]]
     return gl.DistributedLinearLayout(in_thread, lanes, [[0], [0]], [], [n])
 
 
@@ -197,10 +198,10 @@ def _columns_of_lanes(n):
 def load_columns(rows, OFFSET: gl.constexpr, COLS: gl.constexpr, LAYOUT: gl.constexpr):
     """A number for each column of an accumulator, fp32, 16 bytes at a time.
 
-    Column 8 i + 2 lane + j stands at OFFSET + cols / 4 lane + 2 i + j.
+    Column 16 t + 8 u + 2 lane + j stands at OFFSET + 16 t + 4 lane + 2 u + j.
     """
     x = rows.slice(OFFSET, COLS, 0).load(_columns_of_lanes(COLS))
-    x = x.reshape([4, COLS // 8, 2]).permute((1, 0, 2)).reshape([COLS])
+    x = x.reshape([COLS // 16, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([COLS])
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
