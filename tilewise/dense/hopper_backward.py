@@ -13,14 +13,18 @@ Units: scores in log2 units.
 
 Roles. One producer warp copies by TMA. A consumer's iteration: dP^T on its way; P; dV on its way;
 dS to shared memory; dK on its way; dQ on its way once both have stored dS; S^T of the next block on
-its way, so that it runs while dQ leaves; dQ to shared memory and off. Barriers:
+its way, so that it runs while dQ leaves; dQ to shared memory and off.
+
+With `has_queries` dQ is a third group's: there the consumers' sums leave it registers enough. It
+multiplies all of dS by all of K, reads dS once, not twice, and nobody waits for dQ. Barriers:
     keys_full: K and V have arrived.
     q_full, do_full [slot]: a block's rows have arrived; with Q come lse and delta.
     empty [slot]: both consumers are done with a block. The producer sends one Q more than there
         are blocks, for the S^T that nobody uses.
     ds_full [half]: both consumers have stored dS. Two halves take turns: who stores dS of block
         j + 2 has seen the other's dS of j + 1, which comes after its dQ of j.
-    keys_free: both are done with K, so that dK may be staged there; V is read by its owner alone.
+    ds_free [half]: the third group has read it, if there is one.
+    keys_free: all are done with K, so that dK may be staged there; V is read by its owner alone.
 """
 
 from __future__ import annotations
@@ -82,6 +86,7 @@ class Memory(NamedTuple):
     do_full: Any
     empty: Any
     ds_full: Any
+    ds_free: Any
     landing: Any
 
 
@@ -169,19 +174,22 @@ def _visit(
     dp = warpgroup_mma_wait(1, [dp])
     ds = (p_inner * (dp - delta[None, :])).to(DTYPE)
     if BUILD.has_dq:
+        if BUILD.has_queries:
+            mbarrier.wait(memory.ds_free.index(half), (j >> 1) & 1 ^ 1)
         memory.ds.index(half * _N_CONSUMERS + ID).store(ds)
         fence_async_shared()
-        # What dQ left by has been read; and a barrier of the warp group for the store above.
-        tma_store_wait(0)
+        if not BUILD.has_queries:
+            # What dQ left by has been read; and a barrier of the warp group for the store above.
+            tma_store_wait(0)
         mbarrier.arrive(memory.ds_full.index(half), count=1)
     left = gl.convert_layout(ds, left_operand(DIM))
     dk = warpgroup_mma(left, tile_at(memory.q, slot, BLOCK_M, DIM), dk, is_async=True)
     next_slot = (j + 1) % BUILD.slots
     next_full, next_phase = memory.q_full.index(next_slot), ((j + 1) // BUILD.slots) & 1
     # An accumulator in flight around the loop makes ptxas wait after every product.
-    if BUILD.has_dq:
+    if BUILD.has_dq and not BUILD.has_queries:
         mbarrier.wait(memory.ds_full.index(half), (j >> 1) & 1)
-        dq = _issue_dq(memory, half, zero, ID, DIM)
+        dq = _issue_dq(memory, half, zero, ID * COLUMNS, COLUMNS, DIM)
         mbarrier.wait(next_full, next_phase)
         dk, dv = warpgroup_mma_wait(2, [dk, dv])
         dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
@@ -205,15 +213,43 @@ def _visit(
 
 
 @gluon.jit
-def _issue_dq(memory, half, zero, ID: gl.constexpr, DIM: gl.constexpr):
-    """Half of dQ's columns, over the keys of both consumers, on its way."""
-    COLUMNS: gl.constexpr = DIM // _N_CONSUMERS
+def _issue_dq(
+    memory, half, zero, START: gl.constexpr, COLUMNS: gl.constexpr, DIM: gl.constexpr
+):  # fmt: skip
+    """Columns of dQ from START on, over the keys of both consumers, on its way."""
     dq = gl.zeros([BLOCK_M, COLUMNS], gl.float32, accumulator(COLUMNS))
     for i in gl.static_range(_N_CONSUMERS):
         ds = memory.ds.index(half * _N_CONSUMERS + i).permute((1, 0))
-        k = tile_at(memory.k, i + zero, ROWS, DIM).slice(ID * COLUMNS, COLUMNS, 1)
+        k = tile_at(memory.k, i + zero, ROWS, DIM)
+        if COLUMNS < DIM:
+            k = k.slice(START, COLUMNS, 1)
         dq = warpgroup_mma(ds, k, dq, use_acc=i > 0, is_async=True)
     return dq
+
+
+@gluon.jit
+def _query_partition(descs, memory, call, tile, BUILD: gl.constexpr):
+    """dQ of block after block, added to the buffer. Two places to leave by take turns."""
+    DIM: gl.constexpr = BUILD.dim
+    work = find_work(call, tile, BUILD)
+    mbarrier.wait(memory.keys_full.index(0), 0)
+    head, i = 0, 0
+    for j in range(work.n_all):
+        half = j & 1
+        mbarrier.wait(memory.ds_full.index(half), (j >> 1) & 1)
+        dq = _issue_dq(memory, half, j >> 30, 0, DIM, DIM)
+        dq = warpgroup_mma_wait(0, [dq])
+        # Of the block before the last, dQ has been read.
+        tma_store_wait(1)
+        mbarrier.arrive(memory.ds_free.index(half), count=1)
+        memory.dq.index(half).store(_in_registers_order(dq, DIM))
+        fence_async_shared()
+        sync_partition()
+        at = number_of(work, head, i) * (ROWS * DIM // BUFFER_COLUMNS)
+        tma_reduce_add(descs.dq, [at, 0], memory.dq.index(half))
+        head, i = next_block(work, head, i)
+    mbarrier.arrive(memory.keys_free.index(0), count=1)
+    tma_store_wait(0)
 
 
 @gluon.jit
@@ -236,7 +272,7 @@ def _attention_bwd_hopper_kernel(
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
     SLOTS: gl.constexpr = BUILD.slots
-    COLUMNS: gl.constexpr = DIM // _N_CONSUMERS
+    COLUMNS: gl.constexpr = BUILD.dq_columns
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     HAS_DQ: gl.constexpr = BUILD.has_dq
     q = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 1, 1, BLOCK_M, DIM], q_desc.layout)
@@ -246,6 +282,7 @@ def _attention_bwd_hopper_kernel(
         dout_desc.dtype, [SLOTS, 1, 1, BLOCK_M, VALUE_DIM], dout_desc.layout
     )
     rows = gl.allocate_shared_memory(gl.float32, [SLOTS, 2 * BLOCK_M], rows_desc.layout)
+    HAS_QUERIES: gl.constexpr = BUILD.has_queries
     ds, dq = None, None
     if HAS_DQ:
         DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
@@ -259,9 +296,11 @@ def _attention_bwd_hopper_kernel(
     do_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     landing = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     mbarrier.init(keys_full.index(0), count=1)
-    mbarrier.init(keys_free.index(0), count=_N_CONSUMERS)
+    N_READERS: gl.constexpr = _N_CONSUMERS + 1 if HAS_QUERIES else _N_CONSUMERS
+    mbarrier.init(keys_free.index(0), count=N_READERS)
     mbarrier.init(landing.index(0), count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(q_full.index(i), count=1)
@@ -269,18 +308,34 @@ def _attention_bwd_hopper_kernel(
         mbarrier.init(empty.index(i), count=_N_CONSUMERS)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=_N_CONSUMERS)
+        mbarrier.init(ds_free.index(i), count=1)
     fence_async_shared()
     memory = Memory(
-        q, k, v, dout, rows, ds, dq, keys_full, keys_free, q_full, do_full, empty, ds_full, landing
+        q, k, v, dout, rows, ds, dq, keys_full, keys_free, q_full, do_full, empty, ds_full, ds_free,
+        landing,
     )  # fmt: skip
     CONSUMER_REGISTERS: gl.constexpr = BUILD.registers[0]
     PRODUCER_REGISTERS: gl.constexpr = BUILD.registers[1]
-    gl.warp_specialize(
-        [
-            (_mma_partition, (descs, memory, call, tile, dk, dv, 0, BUILD)),
-            (_mma_partition, (descs, memory, call, tile, dk, dv, 1, BUILD)),
-            (load_partition, (descs, memory, call, tile, BUILD)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if HAS_QUERIES:
+        # What is left of 65536 by consumers and producer.
+        QUERY_REGISTERS: gl.constexpr = 512 - 2 * CONSUMER_REGISTERS - PRODUCER_REGISTERS
+        gl.warp_specialize(
+            [
+                (_mma_partition, (descs, memory, call, tile, dk, dv, 0, BUILD)),
+                (_mma_partition, (descs, memory, call, tile, dk, dv, 1, BUILD)),
+                (_query_partition, (descs, memory, call, tile, BUILD)),
+                (load_partition, (descs, memory, call, tile, BUILD)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, QUERY_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_mma_partition, (descs, memory, call, tile, dk, dv, 0, BUILD)),
+                (_mma_partition, (descs, memory, call, tile, dk, dv, 1, BUILD)),
+                (load_partition, (descs, memory, call, tile, BUILD)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

@@ -97,11 +97,14 @@ class _Backward:
         self._dout = spread(align_rows(dout.to(call.piece.q.dtype)))
         self._dims = tile_dim(call.piece.q.shape[-1]), tile_dim(call.piece.v.shape[-1])
         self._widths = product_dim(call.piece.q.shape[-1]), product_dim(call.piece.v.shape[-1])
-        self._config = backward_config(*self._dims)
         self._is_wide = max(self._dims) > _WIDEST_OF_ONE_PASS
         # Where dQ is added up by whoever comes, its rows have no owner.
         needs_owners = call.piece.terms.is_deterministic or sums is not None
         self._is_one_pass = not (self._is_wide or needs_owners)
+        self._config = backward_config(*self._dims, has_dq=self._is_one_pass)
+        self._has_queries = self._config.has_queries
+        # Consumers share the columns, or one group has them all.
+        self._dq_columns = self._dims[0] if self._has_queries else self._dims[0] // 2
         self._by_rows = call.plan_rows(self._config.launch)
         self._n_blocks = self._by_rows.n_programs
         self._rows = self._dout.new_empty(self._n_blocks * 2 * _M, dtype=torch.float32)
@@ -113,7 +116,8 @@ class _Backward:
         if self._is_one_pass:
             dim = self._dims[0]
             buffer = self._rows.new_empty(self._n_blocks * _M * dim // _COLUMNS, _COLUMNS)
-            columns = describe_numbers(buffer, [_M * dim // 2 // _COLUMNS, _COLUMNS])
+            of_part = _M * self._dq_columns // _COLUMNS
+            columns = describe_numbers(buffer, [of_part, _COLUMNS])
             first, last = self._prepare(outs, lse, dlse, buffer, dim), self._finish(buffer)
         else:
             columns = None
@@ -156,8 +160,8 @@ class _Backward:
         build = BackwardBuild(
             dim, value_dim, *self._widths, call.place_kind, SpanBuild(call.mask_kind, _M, block_n),
             call.is_folded, terms.softcap is not None, terms.alibi_slopes is not None,
-            self._is_one_pass, config.slots, config.keeps_keys, config.takes_turns,
-            config.registers,
+            self._is_one_pass, self._has_queries, self._dq_columns, config.slots, config.keeps_keys,
+            config.takes_turns, config.registers,
             self._dk.shape[-1], self._dv.shape[-1], self._is_added,
         )  # fmt: skip
         return Launch(

@@ -31,6 +31,7 @@ class BackwardConfig(NamedTuple):
     slots: int
     keeps_keys: bool
     takes_turns: bool
+    has_queries: bool
     registers: tuple[int, int]
 
 
@@ -78,16 +79,19 @@ def forward_config(dim: int, value_dim: int, dtype: torch.dtype) -> ForwardConfi
     )
 
 
-def backward_config(dim: int, value_dim: int) -> BackwardConfig:
-    """dim, value_dim: head dims as tiles hold them."""
+def backward_config(dim: int, value_dim: int, *, has_dq: bool) -> BackwardConfig:
+    """dim, value_dim: head dims as tiles hold them. has_dq: dQ is added up in the same pass."""
     most, _ = _TWO
     launch, registers = Config(64, 128, 4, 1, most), (240, 24)
     width = max(dim, value_dim)
     if width <= 64:
-        return BackwardConfig(launch, 3, True, False, registers)
+        if not has_dq:
+            return BackwardConfig(launch, 3, True, False, False, registers)
+        most, _ = _THREE
+        return BackwardConfig(Config(64, 128, 4, 1, most), 3, True, False, True, (208, 24))
     if width <= 128:
-        return BackwardConfig(launch, 2, False, False, registers)
-    return BackwardConfig(Config(64, 64, 4, 1, most), 2, False, True, registers)
+        return BackwardConfig(launch, 2, False, False, False, registers)
+    return BackwardConfig(Config(64, 64, 4, 1, most), 2, False, True, False, registers)
 
 
 def query_config(dim: int, value_dim: int) -> QueryConfig:
