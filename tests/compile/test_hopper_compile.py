@@ -56,20 +56,20 @@ def test_the_forward_compiles_and_fits(forward_variant, record_property):
     assert forward.spills <= variant.spills[triton.__version__ != "3.6.0"]
 
 
-# Of a consumer: the first S, four in the loop (three where it has no part in dQ), and the last dK and
+# Of a consumer: the first S, four in the loop (three where dQ is not added up), and the last dK and
 # dV; of wide heads the first product and two in the loop; where dQ has its owners one more.
 WAITS_OF_KEYS = {(BACKWARD, True): 6, (BACKWARD, False): 5, (f"{BACKWARD}_wide", False): 3}
 WAITS_OF_QUERIES = 4
-# Of the warp group that adds up dQ, where there is one: it has a wait, and takes the consumers'.
-WAITS_OF_DQ = 1
+# Where a third group adds up dQ: its own; of a consumer the first products, two, and the last sums.
+WAITS_OF_GROUPS = 1 + 2 * 4
 
 
 def test_the_backward_compiles_and_fits(backward_variant, record_property):
     variant = backward_variant
     prepare, keys, last = compile_variant(variant, record_property, "_bwd_")
     has_dq = last.name == f"{BACKWARD}_finish"
-    waits = 2 * WAITS_OF_KEYS[keys.name, has_dq and not variant.has_queries]
-    assert prepare.spills == 0 and keys.waits == waits + WAITS_OF_DQ * variant.has_queries
+    waits = WAITS_OF_GROUPS if variant.has_queries else 2 * WAITS_OF_KEYS[keys.name, has_dq]
+    assert prepare.spills == 0 and keys.waits == waits
     if has_dq:
         assert last.spills == 0
     else:

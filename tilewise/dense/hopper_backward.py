@@ -16,7 +16,10 @@ dS to shared memory; dK on its way; dQ on its way once both have stored dS; S^T 
 its way, so that it runs while dQ leaves; dQ to shared memory and off.
 
 With `has_queries` dQ is a third group's: there the consumers' sums leave it registers enough. It
-multiplies all of dS by all of K, reads dS once, not twice, and nobody waits for dQ. Barriers:
+multiplies all of dS by all of K, reads dS once, not twice, and nobody waits for dQ. So consumers
+need not keep step: P and dS of a block are made from S^T and dP^T that are there, then all products
+of the consumer are on their way at once, S^T and dP^T of the next block among them, and one
+consumer multiplies while the other is at its exponents. They take turns at that. Barriers:
     keys_full: K and V have arrived.
     q_full, do_full [slot]: a block's rows have arrived; with Q come lse and delta.
     empty [slot]: both consumers are done with a block. The producer sends one Q more than there
@@ -32,6 +35,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..kernels.gluon import (
+    FIRST_FREE,
+    barrier_arrive,
+    barrier_sync,
     fence_async_shared,
     gl,
     gluon,
@@ -66,6 +72,8 @@ from .hopper_products import (
 
 BLOCK_N = gl.constexpr(128)
 _N_CONSUMERS = gl.constexpr(2)
+# Of both, for barriers between them.
+_THREADS = gl.constexpr(256)
 # A row of the buffer that dQ is added up in.
 BUFFER_COLUMNS = gl.constexpr(256)
 
@@ -94,11 +102,12 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _own_keys(ring, zero, ID: gl.constexpr, DIM: gl.constexpr, BUILD: gl.constexpr):
+def _own_keys(ring, zero, ID: gl.constexpr, DIM: gl.constexpr, IS_KEPT: gl.constexpr):
     """A consumer's keys as a left operand. zero: always 0, but the compiler does not know: it would
-    move the descriptors of shared memory out of the loop, and then spill them."""
+    move the descriptors of shared memory out of the loop, and then spill them. IS_KEPT: in
+    registers."""
     tile = tile_at(ring, ID + zero, ROWS, DIM)
-    if BUILD.keeps_keys:
+    if IS_KEPT:
         return tile.load(left_operand(BLOCK_M))
     else:
         return tile
@@ -115,20 +124,36 @@ def _mma_partition(
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, accumulator(VALUE_DIM))
     dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
     mbarrier.wait(memory.keys_full.index(0), 0)
-    k_own = _own_keys(memory.k, 0, ID, DIM, BUILD)
-    v_own = _own_keys(memory.v, 0, ID, VALUE_DIM, BUILD)
+    k_own = _own_keys(memory.k, 0, ID, DIM, BUILD.keeps_keys)
+    v_own = _own_keys(memory.v, 0, ID, VALUE_DIM, BUILD.keeps_values)
     mbarrier.wait(memory.q_full.index(0), 0)
     s = issue_product(k_own, memory.q, 0, DIM)
-    s = warpgroup_mma_wait(0, [s])
     head, i = 0, 0
-    for j in range(work.n_all):
-        s, dk, dv = _visit(
-            s, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i, ID, BUILD
-        )
-        head, i = next_block(work, head, i)
+    if BUILD.has_queries:
+        if ID == 1:
+            _pass_turn(ID)
+        mbarrier.wait(memory.do_full.index(0), 0)
+        dp = issue_product(v_own, memory.dout, 0, VALUE_DIM)
+        s, dp = warpgroup_mma_wait(0, [s, dp])
+        for j in range(work.n_all):
+            s, dp, dk, dv = _visit_in_turn(
+                s, dp, dk, dv, k_own, v_own, memory, call, tile, work, j, head, i, ID, BUILD
+            )
+            head, i = next_block(work, head, i)
+        # The turn that nobody takes.
+        if ID == 0:
+            _take_turn(ID)
+    else:
+        s = warpgroup_mma_wait(0, [s])
+        for j in range(work.n_all):
+            s, dk, dv = _visit(
+                s, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i, ID, BUILD
+            )
+            head, i = next_block(work, head, i)
+        # The dO that nobody used has to land while this memory is still the program's.
+        last = work.n_all % BUILD.slots
+        mbarrier.wait(memory.do_full.index(last), (work.n_all // BUILD.slots) & 1)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
-    # The dO that nobody used has to land while this memory is still the program's.
-    mbarrier.wait(memory.do_full.index(work.n_all % BUILD.slots), (work.n_all // BUILD.slots) & 1)
     mbarrier.arrive(memory.keys_free.index(0), count=1)
     dk = dk * call.terms.gradient_scale
     seq, n0 = sequence_of(call, tile, BUILD)
@@ -159,9 +184,10 @@ def _visit(
     slot, phase = j % BUILD.slots, (j // BUILD.slots) & 1
     half = j & 1
     zero = j >> 30
+    if not BUILD.keeps_values:
+        v_own = _own_keys(memory.v, zero, ID, VALUE_DIM, False)
     if not BUILD.keeps_keys:
-        v_own = _own_keys(memory.v, zero, ID, VALUE_DIM, BUILD)
-        k_own = _own_keys(memory.k, zero, ID, DIM, BUILD)
+        k_own = _own_keys(memory.k, zero, ID, DIM, False)
     mbarrier.wait(memory.do_full.index(slot), phase)
     dp = issue_product(v_own, memory.dout, slot, VALUE_DIM)
     of_rows = memory.rows.index(slot)
@@ -174,20 +200,17 @@ def _visit(
     dp = warpgroup_mma_wait(1, [dp])
     ds = (p_inner * (dp - delta[None, :])).to(DTYPE)
     if BUILD.has_dq:
-        if BUILD.has_queries:
-            mbarrier.wait(memory.ds_free.index(half), (j >> 1) & 1 ^ 1)
         memory.ds.index(half * _N_CONSUMERS + ID).store(ds)
         fence_async_shared()
-        if not BUILD.has_queries:
-            # What dQ left by has been read; and a barrier of the warp group for the store above.
-            tma_store_wait(0)
+        # What dQ left by has been read; and a barrier of the warp group for the store above.
+        tma_store_wait(0)
         mbarrier.arrive(memory.ds_full.index(half), count=1)
     left = gl.convert_layout(ds, left_operand(DIM))
     dk = warpgroup_mma(left, tile_at(memory.q, slot, BLOCK_M, DIM), dk, is_async=True)
     next_slot = (j + 1) % BUILD.slots
     next_full, next_phase = memory.q_full.index(next_slot), ((j + 1) // BUILD.slots) & 1
     # An accumulator in flight around the loop makes ptxas wait after every product.
-    if BUILD.has_dq and not BUILD.has_queries:
+    if BUILD.has_dq:
         mbarrier.wait(memory.ds_full.index(half), (j >> 1) & 1)
         dq = _issue_dq(memory, half, zero, ID * COLUMNS, COLUMNS, DIM)
         mbarrier.wait(next_full, next_phase)
@@ -210,6 +233,57 @@ def _visit(
         mbarrier.arrive(memory.empty.index(slot), count=1)
     s = warpgroup_mma_wait(0, [s])
     return s, dk, dv
+
+
+@gluon.jit
+def _visit_in_turn(
+    s, dp, dk, dv, k_own, v_own, memory, call, tile, work, j, head, i,
+    ID: gl.constexpr, BUILD: gl.constexpr,
+):  # fmt: skip
+    """One block of rows, where dQ is the third group's. s, dp: its scores and dP^T. Returns: those
+    of the next one, dk, dv."""
+    DIM: gl.constexpr = BUILD.dim
+    VALUE_DIM: gl.constexpr = BUILD.value_dim
+    DTYPE: gl.constexpr = memory.q.dtype
+    COLUMN: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_M))
+    slot, half = j % BUILD.slots, j & 1
+    if not BUILD.keeps_values:
+        v_own = _own_keys(memory.v, j >> 30, ID, VALUE_DIM, False)
+    of_rows = memory.rows.index(slot)
+    lse = load_columns(of_rows, 0, BLOCK_M, COLUMN)
+    p, p_inner = probabilities(s, lse, call, tile, work, head, i, ID, BUILD)
+    delta = load_columns(of_rows, BLOCK_M, BLOCK_M, COLUMN)
+    ds = (p_inner * (dp - delta[None, :])).to(DTYPE)
+    mbarrier.wait(memory.ds_free.index(half), ((j >> 1) & 1) ^ 1)
+    memory.ds.index(half * _N_CONSUMERS + ID).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(memory.ds_full.index(half), count=1)
+    next_slot, next_phase = (j + 1) % BUILD.slots, ((j + 1) // BUILD.slots) & 1
+    mbarrier.wait(memory.q_full.index(next_slot), next_phase)
+    mbarrier.wait(memory.do_full.index(next_slot), next_phase)
+    p_left = gl.convert_layout(p.to(DTYPE), left_operand(VALUE_DIM))
+    ds_left = gl.convert_layout(ds, left_operand(DIM))
+    _take_turn(ID)
+    dv = warpgroup_mma(p_left, tile_at(memory.dout, slot, BLOCK_M, VALUE_DIM), dv, is_async=True)
+    dk = warpgroup_mma(ds_left, tile_at(memory.q, slot, BLOCK_M, DIM), dk, is_async=True)
+    s = issue_product(k_own, memory.q, next_slot, DIM)
+    dp = issue_product(v_own, memory.dout, next_slot, VALUE_DIM)
+    _pass_turn(ID)
+    dk, dv = warpgroup_mma_wait(2, [dk, dv])
+    dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+    mbarrier.arrive(memory.empty.index(slot), count=1)
+    s, dp = warpgroup_mma_wait(0, [s, dp])
+    return s, dp, dk, dv
+
+
+@gluon.jit
+def _take_turn(ID: gl.constexpr):
+    barrier_sync(FIRST_FREE + ID, _THREADS, 4)
+
+
+@gluon.jit
+def _pass_turn(ID: gl.constexpr):
+    barrier_arrive(FIRST_FREE + 1 - ID, _THREADS, 4)
 
 
 @gluon.jit

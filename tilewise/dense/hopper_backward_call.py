@@ -161,7 +161,7 @@ class _Backward:
             dim, value_dim, *self._widths, call.place_kind, SpanBuild(call.mask_kind, _M, block_n),
             call.is_folded, terms.softcap is not None, terms.alibi_slopes is not None,
             self._is_one_pass, self._has_queries, self._dq_columns, config.slots, config.keeps_keys,
-            config.takes_turns, config.registers,
+            config.keeps_values, config.takes_turns, config.registers,
             self._dk.shape[-1], self._dv.shape[-1], self._is_added,
         )  # fmt: skip
         return Launch(

@@ -40,11 +40,12 @@ class BackwardBuild(NamedTuple):
 
     dim, value_dim: as tiles hold them. width, value_width: of which products are made. place: see
     `placement.py`. span: of a tile of keys. is_folded: a score is nothing but the scaled product.
-    is_capped, has_slopes: there is a softcap, there are slopes. has_dq: dQ is added up in the same
-    pass. has_queries: by a warp group of its own. dq_columns: of dQ that leave at a time. slots: blocks of rows in flight. keeps_keys: K and V stay in registers as left operands.
-    takes_turns: groups issue their products one after the other. registers: of consumers, of the
-    producer. columns, value_columns: of dK and dV in memory, where they are not stored by TMA.
-    is_added: dK and dV are added to fp32 tensors.
+    is_capped, has_slopes: there is a softcap, there are slopes. has_dq: dQ is added up in the
+    same pass. has_queries: by a warp group of its own. dq_columns: of dQ that leave at a time.
+    slots: blocks of rows in flight. keeps_keys, keeps_values: K and V stay in registers as left
+    operands. takes_turns: groups issue their products one after the other. registers: of
+    consumers, of the producer. columns, value_columns: of dK and dV in memory, where they are
+    not stored by TMA. is_added: dK and dV are added to fp32 tensors.
     """
 
     dim: int
@@ -61,6 +62,7 @@ class BackwardBuild(NamedTuple):
     dq_columns: int
     slots: int
     keeps_keys: bool
+    keeps_values: bool
     takes_turns: bool
     registers: tuple[int, int]
     columns: int

@@ -30,6 +30,7 @@ class BackwardConfig(NamedTuple):
     launch: Config
     slots: int
     keeps_keys: bool
+    keeps_values: bool
     takes_turns: bool
     has_queries: bool
     registers: tuple[int, int]
@@ -86,12 +87,13 @@ def backward_config(dim: int, value_dim: int, *, has_dq: bool) -> BackwardConfig
     width = max(dim, value_dim)
     if width <= 64:
         if not has_dq:
-            return BackwardConfig(launch, 3, True, False, False, registers)
+            return BackwardConfig(launch, 3, True, True, False, False, registers)
+        # With V in registers too, ptxas puts all products one after the other.
         most, _ = _THREE
-        return BackwardConfig(Config(64, 128, 4, 1, most), 3, True, False, True, (208, 24))
+        return BackwardConfig(Config(64, 128, 4, 1, most), 3, True, False, True, True, (208, 24))
     if width <= 128:
-        return BackwardConfig(launch, 2, False, False, False, registers)
-    return BackwardConfig(Config(64, 64, 4, 1, most), 2, False, True, False, registers)
+        return BackwardConfig(launch, 2, False, False, False, False, registers)
+    return BackwardConfig(Config(64, 64, 4, 1, most), 2, False, False, True, False, registers)
 
 
 def query_config(dim: int, value_dim: int) -> QueryConfig:
