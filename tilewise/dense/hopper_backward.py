@@ -72,6 +72,8 @@ from .hopper_products import (
 
 BLOCK_N = gl.constexpr(128)
 _N_CONSUMERS = gl.constexpr(2)
+# dS of blocks in shared memory.
+DS_SLOTS = gl.constexpr(3)
 # Of both, for barriers between them.
 _THREADS = gl.constexpr(256)
 # A row of the buffer that dQ is added up in.
@@ -129,17 +131,38 @@ def _mma_partition(
     mbarrier.wait(memory.q_full.index(0), 0)
     s = issue_product(k_own, memory.q, 0, DIM)
     head, i = 0, 0
-    if BUILD.has_queries:
+    if BUILD.has_dq:
         if ID == 1:
             _pass_turn(ID)
         mbarrier.wait(memory.do_full.index(0), 0)
         dp = issue_product(v_own, memory.dout, 0, VALUE_DIM)
         s, dp = warpgroup_mma_wait(0, [s, dp])
-        for j in range(work.n_all):
+        start, before = 0, 0
+        if not BUILD.has_queries:
+            # There is no dS before the first block's.
             s, dp, dk, dv = _visit_in_turn(
-                s, dp, dk, dv, k_own, v_own, memory, call, tile, work, j, head, i, ID, BUILD
-            )
+                s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, 0, head, i, before,
+                True, ID, BUILD,
+            )  # fmt: skip
+            before = number_of(work, head, i)
             head, i = next_block(work, head, i)
+            start = 1
+        for j in range(start, work.n_all):
+            s, dp, dk, dv = _visit_in_turn(
+                s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i, before,
+                False, ID, BUILD,
+            )  # fmt: skip
+            before = number_of(work, head, i)
+            head, i = next_block(work, head, i)
+        if not BUILD.has_queries:
+            COLUMNS: gl.constexpr = BUILD.dq_columns
+            last = work.n_all - 1
+            mbarrier.wait(memory.ds_full.index(last % DS_SLOTS), (last // DS_SLOTS) & 1)
+            dq = _issue_dq(memory, last % DS_SLOTS, 0, ID * COLUMNS, COLUMNS, DIM)
+            dq = warpgroup_mma_wait(0, [dq])
+            tma_store_wait(0)
+            sync_partition()
+            _send_dq(descs, memory, dq, before, ID, BUILD)
         # The turn that nobody takes.
         if ID == 0:
             _take_turn(ID)
@@ -147,7 +170,7 @@ def _mma_partition(
         s = warpgroup_mma_wait(0, [s])
         for j in range(work.n_all):
             s, dk, dv = _visit(
-                s, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i, ID, BUILD
+                s, dk, dv, k_own, v_own, memory, call, tile, work, j, head, i, ID, BUILD
             )
             head, i = next_block(work, head, i)
         # The dO that nobody used has to land while this memory is still the program's.
@@ -173,21 +196,18 @@ def _mma_partition(
 
 @gluon.jit
 def _visit(
-    s, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i,
+    s, dk, dv, k_own, v_own, memory, call, tile, work, j, head, i,
     ID: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows. s: its scores. Returns: the scores of the next one, dk, dv."""
+    """One block of rows without dQ. s: its scores. Returns: the scores of the next one, dk, dv."""
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
     DTYPE: gl.constexpr = memory.q.dtype
-    COLUMNS: gl.constexpr = DIM // _N_CONSUMERS
     slot, phase = j % BUILD.slots, (j // BUILD.slots) & 1
-    half = j & 1
-    zero = j >> 30
     if not BUILD.keeps_values:
-        v_own = _own_keys(memory.v, zero, ID, VALUE_DIM, False)
+        v_own = _own_keys(memory.v, j >> 30, ID, VALUE_DIM, False)
     if not BUILD.keeps_keys:
-        k_own = _own_keys(memory.k, zero, ID, DIM, False)
+        k_own = _own_keys(memory.k, j >> 30, ID, DIM, False)
     mbarrier.wait(memory.do_full.index(slot), phase)
     dp = issue_product(v_own, memory.dout, slot, VALUE_DIM)
     of_rows = memory.rows.index(slot)
@@ -199,81 +219,104 @@ def _visit(
     delta = load_columns(of_rows, BLOCK_M, BLOCK_M, COLUMN)
     dp = warpgroup_mma_wait(1, [dp])
     ds = (p_inner * (dp - delta[None, :])).to(DTYPE)
-    if BUILD.has_dq:
-        memory.ds.index(half * _N_CONSUMERS + ID).store(ds)
-        fence_async_shared()
-        # What dQ left by has been read; and a barrier of the warp group for the store above.
-        tma_store_wait(0)
-        mbarrier.arrive(memory.ds_full.index(half), count=1)
     left = gl.convert_layout(ds, left_operand(DIM))
     dk = warpgroup_mma(left, tile_at(memory.q, slot, BLOCK_M, DIM), dk, is_async=True)
     next_slot = (j + 1) % BUILD.slots
-    next_full, next_phase = memory.q_full.index(next_slot), ((j + 1) // BUILD.slots) & 1
     # An accumulator in flight around the loop makes ptxas wait after every product.
-    if BUILD.has_dq:
-        mbarrier.wait(memory.ds_full.index(half), (j >> 1) & 1)
-        dq = _issue_dq(memory, half, zero, ID * COLUMNS, COLUMNS, DIM)
-        mbarrier.wait(next_full, next_phase)
-        dk, dv = warpgroup_mma_wait(2, [dk, dv])
-        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
-        s = issue_product(k_own, memory.q, next_slot, DIM)
-        dq, dk, dv = warpgroup_mma_wait(1, [dq, dk, dv])
-        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
-        memory.dq.index(ID).store(_in_registers_order(dq, COLUMNS))
-        fence_async_shared()
-        sync_partition()
-        mbarrier.arrive(memory.empty.index(slot), count=1)
-        at = (number_of(work, head, i) * _N_CONSUMERS + ID) * (ROWS * COLUMNS // BUFFER_COLUMNS)
-        tma_reduce_add(descs.dq, [at, 0], memory.dq.index(ID))
-    else:
-        mbarrier.wait(next_full, next_phase)
-        s = issue_product(k_own, memory.q, next_slot, DIM)
-        dk, dv = warpgroup_mma_wait(1, [dk, dv])
-        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
-        mbarrier.arrive(memory.empty.index(slot), count=1)
+    mbarrier.wait(memory.q_full.index(next_slot), ((j + 1) // BUILD.slots) & 1)
+    s = issue_product(k_own, memory.q, next_slot, DIM)
+    dk, dv = warpgroup_mma_wait(1, [dk, dv])
+    dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+    mbarrier.arrive(memory.empty.index(slot), count=1)
     s = warpgroup_mma_wait(0, [s])
     return s, dk, dv
 
 
 @gluon.jit
 def _visit_in_turn(
-    s, dp, dk, dv, k_own, v_own, memory, call, tile, work, j, head, i,
-    ID: gl.constexpr, BUILD: gl.constexpr,
+    s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i, before,
+    IS_FIRST: gl.constexpr, ID: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows, where dQ is the third group's. s, dp: its scores and dP^T. Returns: those
-    of the next one, dk, dv."""
+    """One block of rows, and dQ of the one before it unless that is the third group's. s, dp: the
+    block's scores and dP^T. before: the number of the one before. Returns: scores and dP^T of the
+    next one, dk, dv."""
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
     DTYPE: gl.constexpr = memory.q.dtype
     COLUMN: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_M))
-    slot, half = j % BUILD.slots, j & 1
+    ADDS: gl.constexpr = not BUILD.has_queries
+    slot, place, zero = j % BUILD.slots, j % DS_SLOTS, j >> 30
     if not BUILD.keeps_values:
-        v_own = _own_keys(memory.v, j >> 30, ID, VALUE_DIM, False)
+        v_own = _own_keys(memory.v, zero, ID, VALUE_DIM, False)
+    if not BUILD.keeps_keys:
+        k_own = _own_keys(memory.k, zero, ID, DIM, False)
     of_rows = memory.rows.index(slot)
     lse = load_columns(of_rows, 0, BLOCK_M, COLUMN)
     p, p_inner = probabilities(s, lse, call, tile, work, head, i, ID, BUILD)
     delta = load_columns(of_rows, BLOCK_M, BLOCK_M, COLUMN)
     ds = (p_inner * (dp - delta[None, :])).to(DTYPE)
-    mbarrier.wait(memory.ds_free.index(half), ((j >> 1) & 1) ^ 1)
-    memory.ds.index(half * _N_CONSUMERS + ID).store(ds)
+    mbarrier.wait(memory.ds_free.index(place), ((j // DS_SLOTS) & 1) ^ 1)
+    memory.ds.index(place * _N_CONSUMERS + ID).store(ds)
     fence_async_shared()
-    mbarrier.arrive(memory.ds_full.index(half), count=1)
+    if ADDS:
+        # What dQ left by has been read; and a barrier of the warp group for the store above.
+        tma_store_wait(0)
+    mbarrier.arrive(memory.ds_full.index(place), count=1)
     next_slot, next_phase = (j + 1) % BUILD.slots, ((j + 1) // BUILD.slots) & 1
-    mbarrier.wait(memory.q_full.index(next_slot), next_phase)
-    mbarrier.wait(memory.do_full.index(next_slot), next_phase)
     p_left = gl.convert_layout(p.to(DTYPE), left_operand(VALUE_DIM))
     ds_left = gl.convert_layout(ds, left_operand(DIM))
-    _take_turn(ID)
-    dv = warpgroup_mma(p_left, tile_at(memory.dout, slot, BLOCK_M, VALUE_DIM), dv, is_async=True)
-    dk = warpgroup_mma(ds_left, tile_at(memory.q, slot, BLOCK_M, DIM), dk, is_async=True)
-    s = issue_product(k_own, memory.q, next_slot, DIM)
-    dp = issue_product(v_own, memory.dout, next_slot, VALUE_DIM)
-    _pass_turn(ID)
-    dk, dv = warpgroup_mma_wait(2, [dk, dv])
-    dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
-    mbarrier.arrive(memory.empty.index(slot), count=1)
+    dout, q = tile_at(memory.dout, slot, BLOCK_M, VALUE_DIM), tile_at(memory.q, slot, BLOCK_M, DIM)
+    if ADDS:
+        # Of the block before; an accumulator of this one's would be in flight around the loop.
+        last = (j + DS_SLOTS - 1) % DS_SLOTS
+        if not IS_FIRST:
+            mbarrier.wait(memory.ds_full.index(last), ((j - 1) // DS_SLOTS) & 1)
+        _take_turn(ID)
+        dv = warpgroup_mma(p_left, dout, dv, is_async=True)
+        dk = warpgroup_mma(ds_left, q, dk, is_async=True)
+        COLUMNS: gl.constexpr = BUILD.dq_columns
+        if IS_FIRST:
+            _pass_turn(ID)
+            dk, dv = warpgroup_mma_wait(0, [dk, dv])
+        else:
+            dq = _issue_dq(memory, last, zero, ID * COLUMNS, COLUMNS, DIM)
+            _pass_turn(ID)
+            dk, dv, dq = warpgroup_mma_wait(0, [dk, dv, dq])
+            mbarrier.arrive(memory.ds_free.index(last), count=1)
+        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+        mbarrier.arrive(memory.empty.index(slot), count=1)
+        mbarrier.wait(memory.q_full.index(next_slot), next_phase)
+        s = issue_product(k_own, memory.q, next_slot, DIM)
+        # Before dP, for which there would be no registers.
+        if not IS_FIRST:
+            _send_dq(descs, memory, dq, before, ID, BUILD)
+        mbarrier.wait(memory.do_full.index(next_slot), next_phase)
+        dp = issue_product(v_own, memory.dout, next_slot, VALUE_DIM)
+    else:
+        mbarrier.wait(memory.q_full.index(next_slot), next_phase)
+        mbarrier.wait(memory.do_full.index(next_slot), next_phase)
+        _take_turn(ID)
+        dv = warpgroup_mma(p_left, dout, dv, is_async=True)
+        dk = warpgroup_mma(ds_left, q, dk, is_async=True)
+        s = issue_product(k_own, memory.q, next_slot, DIM)
+        dp = issue_product(v_own, memory.dout, next_slot, VALUE_DIM)
+        _pass_turn(ID)
+        dk, dv = warpgroup_mma_wait(2, [dk, dv])
+        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+        mbarrier.arrive(memory.empty.index(slot), count=1)
     s, dp = warpgroup_mma_wait(0, [s, dp])
     return s, dp, dk, dv
+
+
+@gluon.jit
+def _send_dq(descs, memory, dq, number, ID: gl.constexpr, BUILD: gl.constexpr):
+    """A consumer's half of dQ's columns of a block, added to the buffer."""
+    COLUMNS: gl.constexpr = BUILD.dq_columns
+    memory.dq.index(ID).store(_in_registers_order(dq, COLUMNS))
+    fence_async_shared()
+    sync_partition()
+    at = (number * _N_CONSUMERS + ID) * (ROWS * COLUMNS // BUFFER_COLUMNS)
+    tma_reduce_add(descs.dq, [at, 0], memory.dq.index(ID))
 
 
 @gluon.jit
@@ -288,12 +331,12 @@ def _pass_turn(ID: gl.constexpr):
 
 @gluon.jit
 def _issue_dq(
-    memory, half, zero, START: gl.constexpr, COLUMNS: gl.constexpr, DIM: gl.constexpr
+    memory, place, zero, START: gl.constexpr, COLUMNS: gl.constexpr, DIM: gl.constexpr
 ):  # fmt: skip
     """Columns of dQ from START on, over the keys of both consumers, on its way."""
     dq = gl.zeros([BLOCK_M, COLUMNS], gl.float32, accumulator(COLUMNS))
     for i in gl.static_range(_N_CONSUMERS):
-        ds = memory.ds.index(half * _N_CONSUMERS + i).permute((1, 0))
+        ds = memory.ds.index(place * _N_CONSUMERS + i).permute((1, 0))
         k = tile_at(memory.k, i + zero, ROWS, DIM)
         if COLUMNS < DIM:
             k = k.slice(START, COLUMNS, 1)
@@ -309,13 +352,13 @@ def _query_partition(descs, memory, call, tile, BUILD: gl.constexpr):
     mbarrier.wait(memory.keys_full.index(0), 0)
     head, i = 0, 0
     for j in range(work.n_all):
-        half = j & 1
-        mbarrier.wait(memory.ds_full.index(half), (j >> 1) & 1)
-        dq = _issue_dq(memory, half, j >> 30, 0, DIM, DIM)
+        place, half = j % DS_SLOTS, j & 1
+        mbarrier.wait(memory.ds_full.index(place), (j // DS_SLOTS) & 1)
+        dq = _issue_dq(memory, place, j >> 30, 0, DIM, DIM)
         dq = warpgroup_mma_wait(0, [dq])
         # Of the block before the last, dQ has been read.
         tma_store_wait(1)
-        mbarrier.arrive(memory.ds_free.index(half), count=1)
+        mbarrier.arrive(memory.ds_free.index(place), count=1)
         memory.dq.index(half).store(_in_registers_order(dq, DIM))
         fence_async_shared()
         sync_partition()
@@ -360,7 +403,7 @@ def _attention_bwd_hopper_kernel(
     ds, dq = None, None
     if HAS_DQ:
         DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
-        ds = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, BLOCK_M], DS)
+        ds = gl.allocate_shared_memory(q_desc.dtype, [DS_SLOTS * _N_CONSUMERS, ROWS, BLOCK_M], DS)
         dq = gl.allocate_shared_memory(
             gl.float32, [2, ROWS * COLUMNS // BUFFER_COLUMNS, BUFFER_COLUMNS], dq_desc.layout
         )
@@ -369,8 +412,8 @@ def _attention_bwd_hopper_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [DS_SLOTS, 1], BARRIER)
+    ds_free = gl.allocate_shared_memory(gl.int64, [DS_SLOTS, 1], BARRIER)
     landing = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     mbarrier.init(keys_full.index(0), count=1)
     N_READERS: gl.constexpr = _N_CONSUMERS + 1 if HAS_QUERIES else _N_CONSUMERS
@@ -380,9 +423,10 @@ def _attention_bwd_hopper_kernel(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=_N_CONSUMERS)
-    for i in gl.static_range(2):
+    N_FREEING: gl.constexpr = 1 if HAS_QUERIES else _N_CONSUMERS
+    for i in gl.static_range(DS_SLOTS):
         mbarrier.init(ds_full.index(i), count=_N_CONSUMERS)
-        mbarrier.init(ds_free.index(i), count=1)
+        mbarrier.init(ds_free.index(i), count=N_FREEING)
     fence_async_shared()
     memory = Memory(
         q, k, v, dout, rows, ds, dq, keys_full, keys_free, q_full, do_full, empty, ds_full, ds_free,
