@@ -43,7 +43,7 @@ def attention_gradients(
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """See `triton_backward.attention_gradients`; bias and slopes have none."""
-    (dout, dlse), lse = upstream, result.lse
+    (dout, dlse), lse = upstream, contiguous_statistics(result.lse)
     inputs = (call.piece.q, call.piece.k, call.piece.v)
     gradients = [new_rows(x.shape, x.dtype, x.device) for x in inputs]
     dlse = None if dlse is None else contiguous_statistics(dlse)

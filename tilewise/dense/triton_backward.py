@@ -264,11 +264,12 @@ def attention_gradients(
     piece, terms = call.piece, call.piece.terms
     # The kernels multiply it by v: an fp32 partial's gradient is rounded as q, k and v are.
     dout = align_rows(dout.to(piece.q.dtype))
+    lse = contiguous_statistics(lse)
     dlse = None if dlse is None else contiguous_statistics(dlse)
     rows = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
     is_summed = piece.q.dtype != torch.float32 and (call.has_few_keys or any(wanted))
     if not is_summed:
-        _multiply_rows(call, result, dout, dlse, rows)
+        _multiply_rows(call, result._replace(lse=lse), dout, dlse, rows)
     if is_summed or terms.bias is not None:
         sum_rows(call, dout, lse, dlse, rows, has_delta=is_summed)
     above = Upstream(call.operand(dout), call.row_numbers(rows))
