@@ -32,9 +32,13 @@ class Band:
     documents: Tensor | None = None
 
     @property
+    def tensors(self) -> list[Tensor]:
+        given = (self.offset, self.lows, self.highs, self.documents)
+        return [x for x in given if isinstance(x, Tensor)]
+
+    @property
     def has_tensors(self) -> bool:
-        bounds = (self.lows, self.documents)
-        return isinstance(self.offset, Tensor) or any(x is not None for x in bounds)
+        return bool(self.tensors)
 
     @classmethod
     def of(cls, mask: Mask, op_offset: int | None = None) -> Band | None:

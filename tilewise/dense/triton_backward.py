@@ -45,7 +45,7 @@ from ..kernels.tiles import (
 from .config import KeysConfig, backward_config, delta_config
 from .piece import Piece, Result
 from .triton_bias_backward import bias_gradient
-from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows, new_rows
+from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows
 from .triton_row_sums import sum_rows
 
 
@@ -262,11 +262,12 @@ def attention_gradients(
     """
     (dout, dlse), lse = upstream, result.lse
     piece, terms = call.piece, call.piece.terms
+    _place(call)
     # The kernels multiply it by v: an fp32 partial's gradient is rounded as q, k and v are.
     dout = align_rows(dout.to(piece.q.dtype))
     lse = contiguous_statistics(lse)
     dlse = None if dlse is None else contiguous_statistics(dlse)
-    rows = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
+    rows = call.new((*lse.shape, 4), torch.float32)
     is_summed = piece.q.dtype != torch.float32 and (call.has_few_keys or any(wanted))
     if not is_summed:
         _multiply_rows(call, result._replace(lse=lse), dout, dlse, rows)
@@ -274,7 +275,7 @@ def attention_gradients(
         sum_rows(call, dout, lse, dlse, rows, has_delta=is_summed)
     above = Upstream(call.operand(dout), call.row_numbers(rows))
     inputs = (piece.q, piece.k, piece.v)
-    dq, dk, dv = (new_rows(x.shape, x.dtype, x.device) for x in inputs)
+    dq, dk, dv = (call.new_rows(x.shape, x.dtype) for x in inputs)
     slopes = torch.empty_like(lse) if wanted[1] else None
     _launch_gradients(call, above, Gradients(dq, dk, dv, slopes))
     extras = [lse.new_empty(0) for _ in range(3)]
@@ -299,6 +300,7 @@ def attention_bwd(
     lse, delta: `[B, H, M]`, the whole softmax's.
     """
     call = TritonCall(piece)
+    _place(call)
     dout, is_empty = align_rows(dout.to(piece.q.dtype)), lse.isneginf()
     lse, delta = torch.where(is_empty, torch.inf, lse), torch.where(is_empty, 0.0, delta)
     rows = torch.stack((lse, delta, torch.ones_like(lse), torch.zeros_like(lse)), -1)
@@ -312,6 +314,12 @@ def attention_bwd(
     for buffer, target in zip(buffers, (dq, dk, dv), strict=True):
         if buffer is not target:
             buffer.copy_(target[..., : buffer.shape[-1]])
+
+
+def _place(call: TritonCall) -> None:
+    """One table for the programs that own rows and those that own keys."""
+    config = backward_config(call.key)
+    call.write_table(config.rows.block_m, config.keys[0].config.block_n)
 
 
 def _multiply_rows(
@@ -355,11 +363,10 @@ def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients
         if targets is wanted or call.B == 0:
             continue
         for target, shares in zip(wanted, targets, strict=True):
-            total = shares.unflatten(0, (-1, call.B)).sum(0)
             if gradients.is_added:
-                target.add_(total)
+                target.add_(shares.unflatten(0, (-1, call.B)).sum(0))
             else:
-                target.copy_(total)
+                call.sum_shares(target, shares)
 
 
 def _launch_of_keys(
@@ -373,10 +380,7 @@ def _launch_of_keys(
     wanted = [x for x, want in ((gradients.dk, keys.has_k), (gradients.dv, keys.has_v)) if want]
     targets = wanted
     if n_shares > 1:
-        targets = [
-            torch.empty(n_shares * x.shape[0], *x.shape[1:], dtype=torch.float32, device=x.device)
-            for x in wanted
-        ]
+        targets = [call.new((n_shares * x.shape[0], *x.shape[1:]), torch.float32) for x in wanted]
     build = call.build(config, *targets, upstream.dout.ptr)
     launch = Launch(
         _attention_bwd_keys_kernel,
