@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..kernels.keys import load_keys
 from ..kernels.launch import Launch
-from ..kernels.masks import BAND, in_one_loop, key_span, partial_tile, row_span, visible, whole_tile
+from ..kernels.masks import BAND, key_span, partial_tile, row_span, visible, whole_tile
 from ..kernels.placement import FIRST_K_TILE, FIRST_Q_TILE, locate
 from ..kernels.recompute import Upstream, load_rows, recompute, store_rows
 from ..kernels.scores import key_distance
@@ -74,7 +74,7 @@ def _attention_bwd_keys_kernel(
     acc_v = zero_tile(BLOCK_N, VALUE_DIMS)
     first = kv_head * group + share * n_heads
     for h in range(first, tl.minimum(first + n_heads, (kv_head + 1) * group)):
-        span = in_one_loop(row_span(call.mask, seq, h, tile, list_tile, BUILD), BUILD)
+        span = row_span(call.mask, seq, h, tile, list_tile, BUILD)
         for i in range(0, span.n_whole):
             m0 = whole_tile(call.mask, span, i, BUILD.mask) * BUILD.block_m
             acc_k, acc_v = _visit_rows(
@@ -167,7 +167,7 @@ def _attention_bwd_rows_kernel(q, k, v, upstream, dq, slopes, call, BUILD: tl.co
     )
     acc = zero_tile(BLOCK_M, DIMS)
     slope = tl.zeros((BLOCK_M,), tl.float32)
-    span = in_one_loop(key_span(call.mask, seq, h, tile, list_tile, BUILD), BUILD)
+    span = key_span(call.mask, seq, h, tile, list_tile, BUILD)
     for i in range(0, span.n_whole):
         n0 = whole_tile(call.mask, span, i, BUILD.mask) * BUILD.block_n
         acc, slope = _visit_keys(

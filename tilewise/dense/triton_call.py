@@ -296,18 +296,18 @@ class TritonCall:
         strides = code(stride_b), code(stride_h), code(stride_m), code(stride_n)
         return Bias(bias, *strides, rows, cols)
 
-    def build(self, config: Config, *others: Tensor) -> Build:
+    def build(self, config: Config, *others: Tensor, is_forward: bool = False) -> Build:
         """What a kernel of this call is compiled for.
 
         others: what else it reads or writes by rows.
         """
-        key = (config, self.is_wide(*others))
+        key = (config, self.is_wide(*others), is_forward)
         found = self._builds.get(key)
         if found is None:
             found = self._builds[key] = self._build(*key)
         return found
 
-    def _build(self, config: Config, is_wide: bool) -> Build:
+    def _build(self, config: Config, is_wide: bool, is_forward: bool) -> Build:
         terms, k_start, bias_rows = self.piece.terms, self.piece.positions.k_start, 0
         is_grouped = k_start is None or (isinstance(k_start, int) and k_start % 4 == 0)
         # Elsewhere a tile starts where a sequence does, at key 0 of it.
@@ -332,7 +332,7 @@ class TritonCall:
             False,
             config.block_m,
             config.block_n,
-            few_tiles(self.key.architecture, config),
+            few_tiles(self.key, config) if is_forward else 0,
         )
 
     # ------------------------------------------------------------ placement

@@ -154,7 +154,7 @@ class Forward:
                 absent(Operand) if remainder is None else call.operand(remainder),
                 call.statistics(lse),
                 plan.call,
-                call.build(self._config),
+                call.build(self._config, is_forward=True),
             ),
         )
         if remainder is not None:

@@ -177,7 +177,7 @@ class Build(NamedTuple):
     is_folded: a score is nothing but the scaled product. is_capped: there
     is a softcap. is_grouped: see `scores.keep_tile`. bias_rows: see `scores.load_bias`. precision:
     of products. is_wide: offsets inside a tile may pass 2^31. is_added: results are added to what
-    is there. few_tiles: see `masks.in_one_loop`.
+    is there. few_tiles: see `masks.in_one_loop`; 0 for no such loop.
     """
 
     dims: tuple[int, ...]
