@@ -66,12 +66,13 @@ class Band:
         return None
 
     @property
-    def _is_bounded(self) -> bool:
+    def is_bounded(self) -> bool:
+        """Whether there is a window."""
         return self.left < UNBOUNDED or self.right < UNBOUNDED
 
     def _intersect(self, other: Band) -> Band | None:
-        offset = self.offset if self._is_bounded else other.offset
-        if self._is_bounded and other._is_bounded and not _is_same(self.offset, other.offset):
+        offset = self.offset if self.is_bounded else other.offset
+        if self.is_bounded and other.is_bounded and not _is_same(self.offset, other.offset):
             return None
         lows, highs = self.lows, self.highs
         if lows is None or highs is None:

@@ -20,13 +20,12 @@ from . import (
     hopper_wide_backward,
 )
 from .hopper_backward_common import BackwardBuild, Heads
-from .hopper_call import L2_BYTES
 from .hopper_config import backward_config, product_dim, query_config, tile_dim
 from .hopper_descriptors import describe_numbers, describe_tiles, spread
 from .hopper_producer import SpanBuild
 from .hopper_query_backward import Numbers, Outputs, QueryBuild
 from .piece import Piece, Result
-from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows
+from .triton_call import L2_BYTES, TritonCall, align_rows, contiguous_statistics, cut_rows
 from .triton_placement import DOCUMENTS, PACKED
 
 # Rows of a block, and keys of a tile.

@@ -59,6 +59,8 @@ _NO_MASK = absent(MaskData)
 _FEW_INTERVALS = 4
 # Two programs for each of a large GPU's processors.
 ENOUGH_PROGRAMS = 264
+# What heads that run together may have of a large GPU's L2 cache for what their programs read.
+L2_BYTES = 32 << 20
 _PIECES = (16, 32, 64, 128, 256)
 # Tensor cores cut off what does not fit while they add up. Of three tf32 products the mean error of
 # S on an H200 was 2.7 eps of its mean at D 128 and 5.1 at D 256 in one piece, 1.0 and 1.3 in pieces
@@ -351,9 +353,11 @@ class TritonCall:
         assert self.band is not None and self.band.documents is not None
         return self.band.documents.shape[-1] - 1
 
-    def _place(self, table: Tensor | None, H: int, group: int, n_tiles: int) -> Placement:
+    def _place(
+        self, table: Tensor | None, H: int, group: int, n_tiles: int, together: int = 1
+    ) -> Placement:
         fields = uniform_fields(self) if table is None else None
-        sizes = (n_tiles, self.n_sequences, self.n_batches, H, group)
+        sizes = (n_tiles, self.n_sequences, self.n_batches, H, group, together)
         return Placement(table, fields, *(code(x) for x in sizes))
 
     @property
@@ -394,6 +398,22 @@ class TritonCall:
 
     def plan_keys(self, config: Config) -> Plan:
         """Programs that own key tiles."""
+    def count_together(self, *, by_rows: bool) -> int:
+        """How many heads take turns, tile by tile, of programs that own rows or keys.
+
+        Documents, of which nobody here knows the lengths: all, since of each head those that run
+        together read little more than one document. Else as many as have what they read in the L2
+        cache; one where all tiles are alike.
+        """
+        heads, rows = (self.H, self.N * self.G) if by_rows else (self.G, self.M * self.H)
+        if self.place_kind in (PACKED, DOCUMENTS):
+            return max(1, heads)
+        if self.place_kind == UNIFORM and self.band is not None and not self.band.is_bounded:
+            return 1
+        width = sum(sum(dims[1:]) for dims in self.dims) * self.piece.q.element_size()
+        head_bytes = max(1, rows * width // max(1, heads))
+        return max(1, min(self.B * heads, L2_BYTES // head_bytes))
+
         return self._plan(config, lists.list_query_tiles, self.N, config.block_n, self.G)
 
     def write_table(self, block_m: int, block_n: int) -> None:
@@ -409,7 +429,8 @@ class TritonCall:
         table = self._table(config, 0 if kernel is lists.list_key_tiles else 1)
         n_tiles = self.count_tiles(rows, block)
         mask = self._list(table, kernel, n_tiles, config)
-        place = self._place(table, self.H, self.H // self.G, n_tiles)
+        together = self.count_together(by_rows=kernel is lists.list_key_tiles)
+        place = self._place(table, self.H, self.H // self.G, n_tiles, together)
         rows_of_tiles = 1 if self.place_kind == DOCUMENTS else self.n_batches
         plan = Plan(n_tiles * heads * rows_of_tiles, Call(place, mask, self.terms))
         self._plans[key] = plan

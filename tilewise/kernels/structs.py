@@ -97,7 +97,8 @@ class Placement(NamedTuple):
     table: int32 `[sequences + 1, FIELDS]` (see `placement.py`), or None where one row of coded
     `fields` serves every batch row. n_tiles: of the axis that programs own, over all sequences
     (packed) or in one. n_batches: rows of storage. H: the heads that programs count, times `group`
-    where they count kv heads. Everything but the table is coded.
+    where they count kv heads. together: how many heads take turns, tile by tile. Everything but the
+    table is coded.
     """
 
     table: Any
@@ -107,6 +108,7 @@ class Placement(NamedTuple):
     n_batches: Any
     H: Any
     group: Any
+    together: Any
 
 
 class Sequence(NamedTuple):
