@@ -166,7 +166,12 @@ def _forward(
         case "triton" | "hopper" as name:
             from .triton_call import TritonCall
 
-            ready = forward_of(name)(TritonCall(piece), out_dtype, is_split=is_split)
+            call = TritonCall(piece)
+            if name == "triton" and is_split:
+                from .triton_backward import begin_to_compile
+
+                begin_to_compile(call)
+            ready = forward_of(name)(call, out_dtype, is_split=is_split)
             result = ready.run(piece.q, piece.k, piece.v)
         case name:
             from . import tiled_forward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -125,6 +125,8 @@ class TritonCall:
         self._compiled: dict[Any, Any] = {}
         self._together: set[Any] = set()
         self._tape: Tape | None = None
+        # Launches that are written down and not made.
+        self._rehearsed: list[Launch] | None = None
 
     @property
     def _is_placed_by_tensors_alone(self) -> bool:
@@ -136,14 +138,24 @@ class TritonCall:
         given = [id(x) for x in self.piece.mask.tensors()]
         return len(set(given)) == len(given) and all(id(x) in given for x in self.band.tensors)
 
-    def release(self) -> None:
-        """Let go of all tensors, which `on` puts in their place again."""
+    def _shadows(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+        """What `on` takes, of tensors without memory."""
         piece = self.piece
         q, k, v = (x.detach().to("meta") for x in (piece.q, piece.k, piece.v))
         lengths = [getattr(piece.positions, name) for name in LENGTHS]
         index = (*lengths, *piece.mask.tensors())
-        gone = [None if x is None else x.detach().to("meta") for x in index]
-        self.piece = _piece_on(piece, q, k, v, gone)
+        return q, k, v, [None if x is None else x.detach().to("meta") for x in index]
+
+    def rehearse(self, run: Callable[[TritonCall], Any]) -> list[Launch]:
+        """What `run` launches, with nothing launched; of a call that is reusable."""
+        other = self.on(*self._shadows())
+        other._rehearsed = []
+        run(other)
+        return other._rehearsed
+
+    def release(self) -> None:
+        """Let go of all tensors, which `on` puts in their place again."""
+        self.piece = _piece_on(self.piece, *self._shadows())
         self.band = self.piece.band
         self.tensors = ()
         self.__dict__.pop("qkv", None)
@@ -177,6 +189,8 @@ class TritonCall:
         """Memory that kernels of this call write."""
         if self._tape is not None:
             return self._tape.new(shape, dtype)
+        if self._rehearsed is not None:
+            return torch.empty(shape, dtype=dtype, device="meta")
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def new_rows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -205,6 +219,9 @@ class TritonCall:
         not read by rows needs none.
         Returns: of a reusable call the compiled kernel, where there is one.
         """
+        if self._rehearsed is not None:
+            self._rehearsed.append(Launch(kernel, grid, config, tuple(arguments), tag))
+            return None
         if not self.is_reusable:
             launch(kernel, grid, config, arguments, self.device)
             return None
@@ -222,7 +239,7 @@ class TritonCall:
     def launch_together(self, launches: list[Launch]) -> None:
         """Launch kernels that belong together; what is new of them is compiled side by side."""
         tags = tuple(x.tag for x in launches)
-        if tags not in self._together:
+        if self._rehearsed is None and tags not in self._together:
             compile_together(launches, self.device)
             self._together.add(tags)
         for x in launches:
@@ -381,6 +398,22 @@ class TritonCall:
             return self.n_batches * (rows // block) + self.n_sequences
         return -(-rows // block)
 
+    def count_together(self, *, by_rows: bool) -> int:
+        """How many heads take turns, tile by tile, of programs that own rows or keys.
+
+        Documents, of which nobody here knows the lengths: all, since of each head those that run
+        together read little more than one document. Else as many as have what they read in the L2
+        cache; one where all tiles are alike.
+        """
+        heads, rows = (self.H, self.N * self.G) if by_rows else (self.G, self.M * self.H)
+        if self.place_kind in (PACKED, DOCUMENTS):
+            return max(1, heads)
+        if self.place_kind == UNIFORM and self.band is not None and not self.band.is_bounded:
+            return 1
+        width = sum(sum(dims[1:]) for dims in self.dims) * self.piece.q.element_size()
+        head_bytes = max(1, rows * width // max(1, heads))
+        return max(1, min(self.B * heads, L2_BYTES // head_bytes))
+
     def count_shares(self, n_programs: int) -> int:
         """In how many shares a group's query heads are taken, so that enough programs run.
 
@@ -398,22 +431,6 @@ class TritonCall:
 
     def plan_keys(self, config: Config) -> Plan:
         """Programs that own key tiles."""
-    def count_together(self, *, by_rows: bool) -> int:
-        """How many heads take turns, tile by tile, of programs that own rows or keys.
-
-        Documents, of which nobody here knows the lengths: all, since of each head those that run
-        together read little more than one document. Else as many as have what they read in the L2
-        cache; one where all tiles are alike.
-        """
-        heads, rows = (self.H, self.N * self.G) if by_rows else (self.G, self.M * self.H)
-        if self.place_kind in (PACKED, DOCUMENTS):
-            return max(1, heads)
-        if self.place_kind == UNIFORM and self.band is not None and not self.band.is_bounded:
-            return 1
-        width = sum(sum(dims[1:]) for dims in self.dims) * self.piece.q.element_size()
-        head_bytes = max(1, rows * width // max(1, heads))
-        return max(1, min(self.B * heads, L2_BYTES // head_bytes))
-
         return self._plan(config, lists.list_query_tiles, self.N, config.block_n, self.G)
 
     def write_table(self, block_m: int, block_n: int) -> None:
