@@ -415,6 +415,19 @@ def test_a_backward_takes_any_upstream(make: Callable[[], list[Tensor]]) -> None
         assert torch.equal(grads[0], alone[0][0]) and torch.equal(grads[1], alone[0][1])
 
 
+@pytest.mark.parametrize("D", [20, 48])
+def test_rows_that_have_to_be_copied_are_copied_by_every_call(D: int) -> None:
+    x, y = qkv(D=D), [t.transpose(1, 2) for t in qkv(M=2, D=D)]
+    for tensors in (x, y):
+        leaves = [t.to(DEVICE) for t in tensors]
+        runs = [with_gradients(lambda t: attend(*t), leaves) for _ in range(4)]
+        outs = [attend(*leaves) for _ in range(4)]
+        for other in runs[1:]:
+            for one, exact in zip(other, runs[0], strict=True):
+                assert torch.equal(one, exact)
+        assert all(torch.equal(out, runs[0][0]) for out in outs)
+
+
 def test_a_graph_that_is_retained_serves_twice() -> None:
     x = [t.to(DEVICE).requires_grad_() for t in qkv()]
     for _ in range(3):

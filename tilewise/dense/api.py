@@ -455,9 +455,11 @@ def _attend(
 
 def _learns(*tensors: Any) -> bool:
     """Whether one has a gradient that is wanted; anything may be asked."""
-    return torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in tensors
-    )
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def _run_op(

@@ -59,8 +59,10 @@ class Warm:
         self.arguments, self.forward = arguments, forward
         self._is_packed = forward.call.piece.positions.is_packed
         self._dtype = forward.call.piece.q.dtype
-        # Launches to be made again, as `Tape.finish` leaves them; Hopper's forward keeps its own.
-        self._forward: Any = _NOT_RECORDED if arguments.backend == "triton" else None
+        # Hopper's forward keeps its launch itself.
+        self._keeps_own = arguments.backend == "hopper"
+        # Launches to be made again, as `Tape.finish` leaves them.
+        self._forward: Any = None if self._keeps_own else _NOT_RECORDED
         self._backwards: list[tuple[list[Any], Any]] = []
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, index: Index) -> Result:
@@ -90,6 +92,11 @@ class Warm:
         if dout.dtype is not self._dtype:
             # Kernels multiply it by v: an fp32 partial's gradient is rounded as q, k and v are.
             dout = dout.to(self._dtype)
+        # What has to be copied is copied here, so that the launches serve it.
+        if dout.stride(-1) != 1:
+            dout = dout.contiguous()
+        if dlse is not None and dlse.stride(-1) != 1:
+            dlse = dlse.contiguous()
         tensors = (*saved, dout, dlse)
         # Hooks may bring what was saved back in another layout.
         key = [
@@ -119,7 +126,7 @@ class Warm:
         return self.forward.call.on(q, k, v, index, tape)
 
     def _run_first(self, q: Tensor, k: Tensor, v: Tensor, index: Index) -> Result:
-        if not index and self._forward is None:
+        if self._keeps_own and not index:
             result: Result = self.forward.run(q, k, v)
             return result
         from ..kernels.replay import Tape, distinct

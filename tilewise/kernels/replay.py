@@ -47,6 +47,14 @@ class _Launch(NamedTuple):
     arguments: Any
 
 
+class _Memory(NamedTuple):
+    """What is taken anew; with its strides, since torch has nothing to compute then."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class _UnknownError(Exception):
     """A tensor, or a thing that may hold one, of which the tape knows nothing."""
 
@@ -115,14 +123,16 @@ class Tape:
         except _UnknownError:
             return None
         cut = set() if has_batch else set(wanted)
-        made = [
-            (x.shape[1:] if first + i in cut else x.shape, x.dtype)
-            for i, x in enumerate(self._made)
-        ]
+        made = [_memory_like(x[0] if first + i in cut else x) for i, x in enumerate(self._made)]
         found = [None if slot is None else slot - first for slot in wanted]
         return Replay(
             self._device, launches, made, found, [(a - first, b - first) for a, b in sums], first
         )
+
+
+def _memory_like(x: Tensor) -> _Memory:
+    # Plain tuples: torch reads its own sizes more slowly.
+    return _Memory(tuple(x.shape), x.stride(), x.dtype)
 
 
 def _slot(x: Tensor, slots: dict[int, int]) -> int:
@@ -156,7 +166,7 @@ class Replay:
         self,
         device: torch.device,
         launches: Sequence[_Launch],
-        made: list[tuple[torch.Size, torch.dtype]],
+        made: list[_Memory],
         results: list[int | None],
         sums: list[tuple[int, int]],
         n_given: int,
@@ -176,7 +186,10 @@ class Replay:
     def run(self, given: Sequence[Tensor | None]) -> list[Any]:
         """given: as the tape's, laid out and aligned as they were. Returns: the results."""
         device = self._device
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._made]
+        made = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype in self._made
+        ]
         if self._is_compiled:
             # Written out, and with addresses for tensors: this is the way of every warm call.
             at: list[Any] = [None if x is None else x.data_ptr() for x in given]
