@@ -11,8 +11,11 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.helpers import UNDER_TEST
-from tilewise.dense.triton_call import align_rows, cut_dim, cut_rows, new_rows
+from tilewise.core.positions import Positions
+from tilewise.dense.triton_call import align_rows, cut_dim, cut_rows
 from tilewise.kernels.launch import Config, launch
+
+from .probes import make_call
 
 pytestmark = pytest.mark.interpreter
 
@@ -98,7 +101,8 @@ def test_other_rows_are_copied_and_filled_up(
 
 def test_results_have_aligned_rows_and_are_cut() -> None:
     for dim, padded in ((16, 16), (17, 32), (80, 80), (81, 96)):
-        rows = new_rows((2, 5, 3, dim), torch.float16, torch.empty(0).device)
+        call = make_call(tw.full(), Positions(2, 3, 5, 5))
+        rows = call.new_rows((2, 5, 3, dim), torch.float16)
         assert rows.shape == (2, 5, 3, padded)
         assert align_rows(rows) is rows
         cut = cut_rows(rows, dim)

@@ -319,3 +319,19 @@ def test_late_tiles_run_first() -> None:
     call = make_call(tw.causal(), Positions(1, 1, 32, 32))
     assert [place.tile for place in find_places(call, True, 8, 8)] == [3, 2, 1, 0]
     assert [place.tile for place in find_places(call, False, 8, 8)] == [0, 1, 2, 3]
+
+
+def test_heads_take_turns_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every tile all heads of a group, which is smaller where it comes last."""
+    at = Positions(1, 3, 16, 16)
+    turns = [(place.h, place.tile) for place in find_places(make_call(tw.causal(), at), True, 8, 8)]
+    assert turns == [(0, 1), (1, 1), (2, 1), (0, 0), (1, 0), (2, 0)]
+    # 16 rows of K and V, 32 columns in fp32, of two heads.
+    monkeypatch.setattr("tilewise.dense.triton_call.L2_BYTES", 2 * 16 * 32 * 4)
+    for by_rows, tiles in ((True, [1, 0]), (False, [0, 1])):
+        places = find_places(make_call(tw.causal(), at), by_rows, 8, 8)
+        expected = [(h, tile) for tile in tiles for h in (0, 1)] + [(2, tile) for tile in tiles]
+        assert [(place.h, place.tile) for place in places] == expected
+    # Where all tiles are alike, head by head.
+    places = find_places(make_call(tw.full(), at), True, 8, 8)
+    assert [place.h for place in places] == [0, 0, 1, 1, 2, 2]

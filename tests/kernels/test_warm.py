@@ -248,6 +248,280 @@ def test_packed_results_may_be_changed_in_place(dtype: torch.dtype, learns: bool
         assert torch.equal(torch.autograd.grad(out.sum(), factor)[0], grad)
 
 
+# ---------------------------------------------------------------- masks that hold tensors
+
+
+MASKS: dict[str, tuple[Callable[..., tw.Mask], list[Tensor]]] = {
+    "documents": (tw.documents, [bounds(0, 3, 7), bounds(0, 6, 7)]),
+    "causal documents": (
+        lambda cu: tw.causal() & tw.documents(cu),
+        [bounds(0, 3, 7), bounds(0, 0, 5)],
+    ),
+    "documents a row": (
+        lambda cu: tw.documents(cu.view(1, 3)) & tw.window(2, 0),
+        [bounds(0, 3, 7), bounds(0, 6, 7)],
+    ),
+    "padding": (tw.key_padding, [bounds(5), bounds(0)]),
+    "left padding": (lambda x: tw.left_padding(x) & tw.causal(), [bounds(2), bounds(6)]),
+    "offsets": (lambda x: tw.causal(offset=x), [bounds(2), bounds(-3)]),
+    "int64": (tw.key_padding, [bounds(5).long(), bounds(2).long()]),
+    "apart": (tw.documents, [bounds(0, 9, 3, 9, 7, 9)[::2], bounds(0, 9, 6, 9, 7, 9)[::2]]),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "contents", "learns"),
+    [(*case, learns) for learns in (False, True) for case in list(MASKS.values())[learns::2]],
+    ids=[f"{name}{learns}" for learns in (0, 1) for name in list(MASKS)[learns::2]],
+)
+def test_a_warm_call_reads_what_its_mask_holds(
+    make: Callable[..., tw.Mask],
+    contents: list[Tensor],
+    learns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = [t.to(DEVICE) for t in qkv(M=7)]
+
+    def run(content: Tensor) -> list[Tensor]:
+        if not learns:
+            return [attend(*x, mask=make(content))]
+        return with_gradients(lambda leaves: attend(*leaves, mask=make(content)), x)
+
+    want = []
+    for content in contents:
+        warm._kept.clear()
+        want.append(run(content))
+    assert len(warm._kept) == 1
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a warm call was checked again")
+
+    # The first warm call writes its launches down, and others make them again.
+    with monkeypatch.context() as patch:
+        patch.setattr("tilewise.dense.api.check_call", refuse)
+        for turn in (1, 0):
+            for got, exact in zip(run(contents[turn]), want[turn], strict=True):
+                assert torch.equal(got, exact)
+    assert len(warm._kept) == 1
+
+
+def test_a_mask_changed_before_the_backward_is_refused() -> None:
+    cu = bounds(0, 3, 7)
+    for _ in range(3):
+        leaves = [t.to(DEVICE).requires_grad_() for t in qkv(M=7)]
+        out = attend(*leaves, mask=tw.documents(cu))
+        cu[1] += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_wrong_documents_are_said_on_a_warm_call_too() -> None:
+    x = [t.to(DEVICE) for t in qkv(M=7)]
+    for _ in range(3):
+        attend(*x, mask=tw.documents(bounds(0, 3, 7)))
+    if DEVICE.type == "cpu":
+        with pytest.raises(ValueError, match="documents: cu_seqlens"):
+            attend(*x, mask=tw.documents(bounds(0, 9, 7)))
+
+
+def test_nothing_of_a_mask_is_kept_alive() -> None:
+    x, cu = [t.to(DEVICE).requires_grad_() for t in qkv(M=7)], bounds(0, 3, 7)
+    for _ in range(3):
+        attend(*x, mask=tw.causal() & tw.documents(cu)).sum().backward()
+    assert len(warm._kept) == 1
+    alive = [weakref.ref(t) for t in (*x, cu)]
+    del x, cu
+    gc.collect()
+    assert all(ref() is None for ref in alive)
+
+
+def test_a_checkpoint_recomputes_a_call_whose_mask_holds_tensors() -> None:
+    x, cu = [t.to(DEVICE).requires_grad_() for t in qkv(M=7)], bounds(0, 3, 7)
+
+    def run(*leaves: Tensor) -> Tensor:
+        return attend(*leaves, mask=tw.documents(cu)).float().sin() * 2
+
+    want = torch.autograd.grad(run(*x).sum(), x)
+    for is_cold in (True, False):
+        if is_cold:
+            warm._kept.clear()
+        kept = checkpoint(run, *x, use_reentrant=False)
+        for one, other in zip(torch.autograd.grad(kept.sum(), x), want, strict=True):
+            assert torch.equal(one, other)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def test_the_third_backward_finds_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = [t.to(DEVICE) for t in qkv()]
+    want = with_gradients(lambda t: attend(*t), x)
+    with_gradients(lambda t: attend(*t), x)
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a backward was prepared again")
+
+    monkeypatch.setattr("tilewise.dense.warm.gradients_on_gpu", refuse)
+    monkeypatch.setattr("tilewise.dense.triton_call.TritonCall.on", refuse)
+    for got, exact in zip(with_gradients(lambda t: attend(*t), x), want, strict=True):
+        assert torch.equal(got, exact)
+
+
+def grouped() -> list[Tensor]:
+    """Few programs: the heads of a group are taken in shares."""
+    return [torch.randn(2, 5, heads, 16, device=DEVICE).half() for heads in (4, 1, 1)]
+
+
+def columns(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+UPSTREAM: dict[str, Callable[[Tensor], Tensor]] = {
+    "as out": lambda out: torch.ones_like(out).cumsum(1),
+    "expanded": lambda out: torch.ones((), device=DEVICE).to(out.dtype).expand(out.shape),
+    "heads before rows": lambda out: columns(torch.ones_like(out).cumsum(2)),
+    "unaligned": lambda out: (
+        torch.ones(out.numel() + 1, device=DEVICE).to(out.dtype).cumsum(0)[1:].view_as(out)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", [qkv, grouped])
+def test_a_backward_takes_any_upstream(make: Callable[[], list[Tensor]]) -> None:
+    x = [t.to(DEVICE).requires_grad_() for t in make()]
+    want: dict[str, Any] = {}
+    for is_cold in (True, False):
+        for name, upstream in UPSTREAM.items():
+            for with_lse in (False, True):
+                if is_cold:
+                    warm._kept.clear()
+                out, lse = tw.attention_partial(*x, mask=tw.causal(), backend="triton")
+                outputs, above = [out], [upstream(out)]
+                if with_lse:
+                    outputs.append(lse)
+                    above.append(columns(lse[..., None])[..., 0] + 1)
+                grads = torch.autograd.grad(outputs, x, above)
+                exact = want.setdefault((name, with_lse), grads)
+                for one, other in zip(grads, exact, strict=True):
+                    assert torch.equal(one, other)
+    # Of the lse alone.
+    alone = []
+    for is_cold in (True, False, False):
+        if is_cold:
+            warm._kept.clear()
+        lse = tw.attention_partial(*x, mask=tw.causal(), backend="triton").lse
+        alone.append(torch.autograd.grad(lse.sum(), x[:2]))
+    for grads in alone[1:]:
+        assert torch.equal(grads[0], alone[0][0]) and torch.equal(grads[1], alone[0][1])
+
+
+@pytest.mark.parametrize("D", [20, 48])
+def test_rows_that_have_to_be_copied_are_copied_by_every_call(D: int) -> None:
+    x, y = qkv(D=D), [t.transpose(1, 2) for t in qkv(M=2, D=D)]
+    for tensors in (x, y):
+        leaves = [t.to(DEVICE) for t in tensors]
+        runs = [with_gradients(lambda t: attend(*t), leaves) for _ in range(4)]
+        outs = [attend(*leaves) for _ in range(4)]
+        for other in runs[1:]:
+            for one, exact in zip(other, runs[0], strict=True):
+                assert torch.equal(one, exact)
+        assert all(torch.equal(out, runs[0][0]) for out in outs)
+
+
+def test_a_graph_that_is_retained_serves_twice() -> None:
+    x = [t.to(DEVICE).requires_grad_() for t in qkv()]
+    for _ in range(3):
+        out = attend(*x)
+        first = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        again = torch.autograd.grad(out.sum(), x)
+        for one, other in zip(first, again, strict=True):
+            assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 2)])
+def test_some_inputs_learn(which: tuple[int, ...]) -> None:
+    x = [t.to(DEVICE).requires_grad_() for t in qkv()]
+    want = torch.autograd.grad(attend(*x).sum(), x)
+    for _ in range(3):
+        some = [t if i in which else t.detach() for i, t in enumerate(x)]
+        grads = torch.autograd.grad(attend(*some).sum(), [x[i] for i in which])
+        for i, grad in zip(which, grads, strict=True):
+            assert torch.equal(grad, want[i])
+
+
+def test_tensors_that_are_one_need_not_be_one_next_time() -> None:
+    x, y, z = (t.to(DEVICE).requires_grad_() for t in qkv())
+    cu, other = bounds(0, 2, 5), bounds(0, 4, 5)
+    calls = [
+        lambda q, k, v: attend(q, k, v),
+        lambda q, k, v: tw.attention_varlen(
+            q[0],
+            k[0],
+            v[0],
+            cu_seqlens_q=cu,
+            cu_seqlens_k=cu if q is k else other,
+            backend="triton",
+        ),
+    ]
+    for call in calls:
+        want = [call(x, y, z), *torch.autograd.grad(call(x, y, z).float().sum(), (x, y, z))]
+        warm._kept.clear()
+        for _ in range(3):
+            torch.autograd.grad(call(x, x, x).sum(), x)
+        for _ in range(2):
+            got = [call(x, y, z), *torch.autograd.grad(call(x, y, z).float().sum(), (x, y, z))]
+            for one, exact in zip(got, want, strict=True):
+                assert torch.equal(one, exact)
+
+
+def test_second_derivatives_are_refused() -> None:
+    x = [t.to(DEVICE).requires_grad_() for t in qkv()]
+    for _ in range(3):
+        (grad,) = torch.autograd.grad(attend(*x).sum(), x[:1], create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            grad.sum().backward()
+
+
+def test_saved_tensors_may_come_back_laid_out_anew() -> None:
+    x = [t.to(DEVICE).requires_grad_() for t in qkv()]
+    want = torch.autograd.grad(attend(*x).sum(), x)
+
+    def unpack(t: Tensor) -> Tensor:
+        return columns(t) if t.dim() == 4 else t.clone()
+
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            out = attend(*x)
+        for one, other in zip(torch.autograd.grad(out.sum(), x), want, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_inputs_changed_before_the_backward_are_refused() -> None:
+    for _ in range(3):
+        x = [t.to(DEVICE).requires_grad_() for t in qkv()]
+        out = attend(*x)
+        with torch.no_grad():
+            x[1].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    out = attend(*x)
+    out += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_transforms_find_the_op_where_calls_are_warm() -> None:
+    x = [t.to(DEVICE) for t in qkv(torch.float32)]
+
+    def loss(q: Tensor) -> Tensor:
+        return attend(q, *x[1:]).square().sum()
+
+    leaf = x[0].clone().requires_grad_()
+    for _ in range(3):
+        (want,) = torch.autograd.grad(loss(leaf), leaf)
+        assert torch.equal(torch.func.grad(loss)(x[0]), want)
+
+
 # ---------------------------------------------------------------- who sees the registered op
 
 
@@ -341,8 +615,23 @@ def test_autocast_is_asked_every_time() -> None:
         assert one.dtype == torch.float32 and torch.equal(one, other)
 
 
-@pytest.mark.parametrize("options", [{"dropout_p": 0.5}, {"mask": tw.key_padding([3])}])
-def test_calls_with_tensors_or_chance_are_never_kept(options: dict[str, Any]) -> None:
+OFFSETS = bounds(1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout_p": 0.5},
+        {"sinks": torch.zeros(2, device=DEVICE)},
+        {"alibi_slopes": torch.zeros(2, device=DEVICE)},
+        # What two of a mask's tensors have in common is found in each call.
+        {"mask": tw.key_padding(bounds(3)) & tw.left_padding(bounds(1))},
+        {"mask": tw.causal(offset=OFFSETS) & tw.window(2, None, offset=OFFSETS)},
+        {"mask": tw.from_function(lambda b, h, m, n: n <= m)},
+        {"mask": tw.chunked(3)},
+    ],
+)
+def test_calls_with_chance_and_more_tensors_are_never_kept(options: dict[str, Any]) -> None:
     attend(*qkv(), **options)
     assert not warm._kept
 

@@ -32,9 +32,13 @@ class Band:
     documents: Tensor | None = None
 
     @property
+    def tensors(self) -> list[Tensor]:
+        given = (self.offset, self.lows, self.highs, self.documents)
+        return [x for x in given if isinstance(x, Tensor)]
+
+    @property
     def has_tensors(self) -> bool:
-        bounds = (self.lows, self.documents)
-        return isinstance(self.offset, Tensor) or any(x is not None for x in bounds)
+        return bool(self.tensors)
 
     @classmethod
     def of(cls, mask: Mask, op_offset: int | None = None) -> Band | None:
@@ -62,12 +66,13 @@ class Band:
         return None
 
     @property
-    def _is_bounded(self) -> bool:
+    def is_bounded(self) -> bool:
+        """Whether there is a window."""
         return self.left < UNBOUNDED or self.right < UNBOUNDED
 
     def _intersect(self, other: Band) -> Band | None:
-        offset = self.offset if self._is_bounded else other.offset
-        if self._is_bounded and other._is_bounded and not _is_same(self.offset, other.offset):
+        offset = self.offset if self.is_bounded else other.offset
+        if self.is_bounded and other.is_bounded and not _is_same(self.offset, other.offset):
             return None
         lows, highs = self.lows, self.highs
         if lows is None or highs is None:

@@ -168,9 +168,16 @@ class Mask:
         return self.lower()[2]
 
     @property
+    def form(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
+        """What the mask is but for what its tensors hold, hashable, and those tensors in the order
+        of `lower`; None where functions are part of it."""
+        return None
+
+    @property
     def key(self) -> tuple[Any, ...] | None:
         """What the mask is, hashable; None where tensors or functions are part of it."""
-        return None
+        form = self.form
+        return None if form is None or form[1] else form[0]
 
     def check_contents(self, B: int, H: int, *, reads: bool = True) -> None:
         """Raise ValueError if a tensor does not fit the call or holds what it must not.
@@ -252,9 +259,11 @@ class _Binary(Mask):
         return self.left.has_predicate or self.right.has_predicate
 
     @property
-    def key(self) -> tuple[Any, ...] | None:
-        left, right = self.left.key, self.right.key
-        return None if left is None or right is None else (type(self), left, right)
+    def form(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
+        left, right = self.left.form, self.right.form
+        if left is None or right is None:
+            return None
+        return (type(self), left[0], right[0]), left[1] + right[1]
 
     def lowered(self, B: int, H: int, M: int, N: int, device: torch.device | str = "cpu") -> Mask:
         left = self.left.lowered(B, H, M, N, device)
@@ -312,9 +321,9 @@ class Not(Mask):
         return self.inner.has_predicate
 
     @property
-    def key(self) -> tuple[Any, ...] | None:
-        inner = self.inner.key
-        return None if inner is None else (Not, inner)
+    def form(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
+        inner = self.inner.form
+        return None if inner is None else ((Not, inner[0]), inner[1])
 
     def __invert__(self) -> Mask:
         return self.inner
@@ -354,8 +363,9 @@ class Leaf(Mask):
         return [], []
 
     @property
-    def key(self) -> tuple[Any, ...] | None:
-        return None if self.TENSORS else (self.CODE, *self.parts()[0])
+    def form(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
+        ints, tensors = self.parts()
+        return (self.CODE, *ints), tuple(tensors)
 
     @classmethod
     def from_parts(cls, ints: list[int], tensors: list[Tensor]) -> Leaf:

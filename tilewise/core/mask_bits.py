@@ -107,7 +107,7 @@ class Function(Leaf):
         return True
 
     @property
-    def key(self) -> tuple[Any, ...] | None:
+    def form(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
         return None
 
     def visible(self, at: Index) -> Tensor:

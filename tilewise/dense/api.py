@@ -33,6 +33,7 @@ from .choice import BACKENDS, choose, explain
 from .mapped import MappedAttention
 from .ops import Arguments, Attention, check_contents
 from .piece import Piece
+from .warm_autograd import run_with_gradients
 
 _FULL = full()
 
@@ -410,15 +411,17 @@ def _attend(
     key, learns = None, False
     if not torch.compiler.is_compiling() and backend in warm.BACKENDS:
         learns = _learns(q, k, v)
-        key = warm.key_of(q, k, v, mask, terms, placement, out_dtype, backend, learns)
+        key, index = warm.key_of(q, k, v, mask, terms, placement, out_dtype, backend, learns)
         found = warm.find(key)
         if found is not None:
-            packing = warm.packing_of(placement)
+            if index:
+                found.check(q, k, v, index, warm.longest_of(placement))
             if not learns:
-                return Partial(*found.run(q, k, v, packing)[:2])
-            run: Any = Attention.apply
-            rest = (packing, out_dtype or q.dtype, is_partial, found)
-            return Partial(*run(q, k, v, None, None, None, *rest))
+                return Partial(*found.run(q, k, v, index)[:2])
+            rest = (found, index, out_dtype or q.dtype, is_partial)
+            result = run_with_gradients(q, k, v, *rest)
+            # Nobody asks for the lse of what is no partial.
+            return Partial(*result) if is_partial else Partial(result, result)
     check_are_tensors(op, {"q": q, "k": k, "v": v})
     if _is_distributed(q, k, v):
         from .sharded import attend_sharded
@@ -452,9 +455,11 @@ def _attend(
 
 def _learns(*tensors: Any) -> bool:
     """Whether one has a gradient that is wanted; anything may be asked."""
-    return torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in tensors
-    )
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def _run_op(

@@ -20,13 +20,12 @@ from . import (
     hopper_wide_backward,
 )
 from .hopper_backward_common import BackwardBuild, Heads
-from .hopper_call import L2_BYTES
 from .hopper_config import backward_config, product_dim, query_config, tile_dim
 from .hopper_descriptors import describe_numbers, describe_tiles, spread
 from .hopper_producer import SpanBuild
 from .hopper_query_backward import Numbers, Outputs, QueryBuild
 from .piece import Piece, Result
-from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows, new_rows
+from .triton_call import L2_BYTES, TritonCall, align_rows, contiguous_statistics, cut_rows
 from .triton_placement import DOCUMENTS, PACKED
 
 # Rows of a block, and keys of a tile.
@@ -43,9 +42,9 @@ def attention_gradients(
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """See `triton_backward.attention_gradients`; bias and slopes have none."""
-    (dout, dlse), lse = upstream, result.lse
+    (dout, dlse), lse = upstream, contiguous_statistics(result.lse)
     inputs = (call.piece.q, call.piece.k, call.piece.v)
-    gradients = [new_rows(x.shape, x.dtype, x.device) for x in inputs]
+    gradients = [call.new_rows(x.shape, x.dtype) for x in inputs]
     dlse = None if dlse is None else contiguous_statistics(dlse)
     # All there is in the gradient of a sink is delta, for which P in `out` is too rounded.
     sums = torch.empty_like(lse) if wanted[2] else None

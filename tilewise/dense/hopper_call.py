@@ -17,13 +17,11 @@ from .hopper_config import ForwardConfig, forward_config, product_dim, tile_dim
 from .hopper_descriptors import describe, described_as, one_key, spread, tile_layout
 from .hopper_producer import HopperBuild, SpanBuild, Tickets
 from .piece import Result, new_remainder
-from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
+from .triton_call import L2_BYTES, TritonCall, align_rows, cut_rows, padded_dim
 from .triton_placement import DOCUMENTS, PACKED, UNIFORM
 
 _ROWS = hopper_producer.ROWS.value
 _KERNEL = hopper_forward._attention_fwd_hopper_kernel
-# Keys and values that heads which run together may take of the L2 cache.
-L2_BYTES = 32 << 20
 
 
 class Forward:

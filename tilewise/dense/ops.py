@@ -166,7 +166,12 @@ def _forward(
         case "triton" | "hopper" as name:
             from .triton_call import TritonCall
 
-            ready = forward_of(name)(TritonCall(piece), out_dtype, is_split=is_split)
+            call = TritonCall(piece)
+            if name == "triton" and is_split:
+                from .triton_backward import begin_to_compile
+
+                begin_to_compile(call)
+            ready = forward_of(name)(call, out_dtype, is_split=is_split)
             result = ready.run(piece.q, piece.k, piece.v)
         case name:
             from . import tiled_forward
@@ -371,8 +376,8 @@ for _name, _implementation, _fake in (
 # ---------------------------------------------------------------- autograd
 
 
-# What has no gradient in any case: a warm call's bias, slopes and sinks, and the last arguments.
-_NONE = (None,) * 7
+# What has no gradient in any case: the last arguments.
+_NONE = (None,) * 3
 
 
 def is_kept_in_two(dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
@@ -406,24 +411,17 @@ def forward_to_keep(
 class Attention(torch.autograd.Function):
     """`(out, lse)` with gradients for q, k, v, bias, slopes, sinks, through out and lse.
 
-    rest: what follows sinks in `Arguments`. warm: a `warm.Warm`, and rest is its `Packing` or None.
+    rest: what follows sinks in `Arguments`. Calls like one before take `warm_autograd.py`, which
+    saves the same tensors in the same order.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None,
         sinks: Tensor | None, rest: Any, out_dtype: torch.dtype, lse_has_grad: bool,
-        warm: Any = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.warm, ctx.lse_has_grad = warm, lse_has_grad
+        ctx.lse_has_grad = lse_has_grad
         ctx.set_materialize_grads(False)
-        if warm is not None:
-            out, lse, remainder = warm.run(q, k, v, rest)
-            lengths = rest.lengths if rest else ()
-            ctx.save_for_backward(q, k, v, out, remainder, lse, *lengths)
-            if not lse_has_grad:
-                ctx.mark_non_differentiable(lse)
-            return (out if out.dtype == out_dtype else out.to(out_dtype)), lse
         wanted = [ctx.needs_input_grad[i] for i in (3, 4, 5)]
         arguments = Arguments(bias, slopes, sinks, *rest)
         out, lse, remainder = forward_to_keep(q, k, v, arguments, out_dtype)
@@ -444,23 +442,19 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        n_saved = 9 if ctx.warm is None else 6
-        q, k, v, out, remainder, lse, bias, slopes, sinks = (*saved[:n_saved], *_NONE)[:9]
+        q, k, v, out, remainder, lse, bias, slopes, sinks = saved[:9]
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = dlse if ctx.lse_has_grad else None
+        tail = list(saved[14:])
         with torch.no_grad():
-            if ctx.warm is not None:
-                gradients, wanted = ctx.warm.gradients(saved, dout, dlse), (True, True, True)
-            else:
-                tail = list(saved[14:])
-                gradients = torch.ops.tilewise.attention_bwd(
-                    dout, dlse, out, remainder, lse, q, k, v, bias, slopes, sinks, *saved[9:14],
-                    *ctx.plain, tail[: ctx.n_starts], *ctx.mask, tail[ctx.n_starts :],
-                    *ctx.scalars, ctx.wanted,
-                )  # fmt: skip
-                wanted = (True, True, True, *ctx.wanted)
+            gradients = torch.ops.tilewise.attention_bwd(
+                dout, dlse, out, remainder, lse, q, k, v, bias, slopes, sinks, *saved[9:14],
+                *ctx.plain, tail[: ctx.n_starts], *ctx.mask, tail[ctx.n_starts :],
+                *ctx.scalars, ctx.wanted,
+            )  # fmt: skip
         inputs = (dout, dlse, q, k, v, bias, slopes, sinks)
         gradients = mark_first_derivatives("attention", inputs, gradients)
+        wanted = (True, True, True, *ctx.wanted)
         kept = [g if want else None for g, want in zip(gradients, wanted, strict=True)]
-        return (*kept, *_NONE)[:10]
+        return (*kept, *_NONE)

@@ -17,7 +17,8 @@ Deterministic: always, since every sum has one owner and one order. That takes s
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.keys import load_keys
-from ..kernels.launch import Launch
-from ..kernels.masks import BAND, in_one_loop, key_span, partial_tile, row_span, visible, whole_tile
+from ..kernels.launch import UNTILED, Launch, compile_ahead, finish_ahead
+from ..kernels.masks import BAND, key_span, partial_tile, row_span, visible, whole_tile
 from ..kernels.placement import FIRST_K_TILE, FIRST_Q_TILE, locate
 from ..kernels.recompute import Upstream, load_rows, recompute, store_rows
 from ..kernels.scores import key_distance
@@ -43,10 +44,10 @@ from ..kernels.tiles import (
     zero_tile,
 )
 from .config import KeysConfig, backward_config, delta_config
-from .piece import Piece, Result
+from .piece import Piece, Result, new_remainder
 from .triton_bias_backward import bias_gradient
-from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows, new_rows
-from .triton_row_sums import sum_rows
+from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows
+from .triton_row_sums import row_sums_launch
 
 
 @triton.jit(do_not_specialize=["n_heads"])
@@ -74,7 +75,7 @@ def _attention_bwd_keys_kernel(
     acc_v = zero_tile(BLOCK_N, VALUE_DIMS)
     first = kv_head * group + share * n_heads
     for h in range(first, tl.minimum(first + n_heads, (kv_head + 1) * group)):
-        span = in_one_loop(row_span(call.mask, seq, h, tile, list_tile, BUILD), BUILD)
+        span = row_span(call.mask, seq, h, tile, list_tile, BUILD)
         for i in range(0, span.n_whole):
             m0 = whole_tile(call.mask, span, i, BUILD.mask) * BUILD.block_m
             acc_k, acc_v = _visit_rows(
@@ -167,7 +168,7 @@ def _attention_bwd_rows_kernel(q, k, v, upstream, dq, slopes, call, BUILD: tl.co
     )
     acc = zero_tile(BLOCK_M, DIMS)
     slope = tl.zeros((BLOCK_M,), tl.float32)
-    span = in_one_loop(key_span(call.mask, seq, h, tile, list_tile, BUILD), BUILD)
+    span = key_span(call.mask, seq, h, tile, list_tile, BUILD)
     for i in range(0, span.n_whole):
         n0 = whole_tile(call.mask, span, i, BUILD.mask) * BUILD.block_n
         acc, slope = _visit_keys(
@@ -262,20 +263,24 @@ def attention_gradients(
     """
     (dout, dlse), lse = upstream, result.lse
     piece, terms = call.piece, call.piece.terms
+    finish_ahead()
+    _place(call)
     # The kernels multiply it by v: an fp32 partial's gradient is rounded as q, k and v are.
     dout = align_rows(dout.to(piece.q.dtype))
+    lse = contiguous_statistics(lse)
     dlse = None if dlse is None else contiguous_statistics(dlse)
-    rows = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
+    rows = call.new((*lse.shape, 4), torch.float32)
     is_summed = piece.q.dtype != torch.float32 and (call.has_few_keys or any(wanted))
+    first = []
     if not is_summed:
-        _multiply_rows(call, result, dout, dlse, rows)
+        first.append(_delta_launch(call, result._replace(lse=lse), dout, dlse, rows))
     if is_summed or terms.bias is not None:
-        sum_rows(call, dout, lse, dlse, rows, has_delta=is_summed)
+        first.append(row_sums_launch(call, dout, lse, dlse, rows, has_delta=is_summed))
     above = Upstream(call.operand(dout), call.row_numbers(rows))
     inputs = (piece.q, piece.k, piece.v)
-    dq, dk, dv = (new_rows(x.shape, x.dtype, x.device) for x in inputs)
+    dq, dk, dv = (call.new_rows(x.shape, x.dtype) for x in inputs)
     slopes = torch.empty_like(lse) if wanted[1] else None
-    _launch_gradients(call, above, Gradients(dq, dk, dv, slopes))
+    _launch_gradients(call, above, Gradients(dq, dk, dv, slopes), first)
     extras = [lse.new_empty(0) for _ in range(3)]
     if wanted[1] and terms.alibi_slopes is not None and slopes is not None:
         extras[1] = _slope_gradient(call, terms.alibi_slopes, slopes)
@@ -290,6 +295,30 @@ def attention_gradients(
     return [*cut, *extras]
 
 
+# Backwards whose compilation was begun.
+_begun: set[Any] = set()
+
+
+def begin_to_compile(call: TritonCall) -> None:
+    """Of a call of 16 bits that learns: compile what its backward will launch while the forward's
+    kernel is compiled and runs. Calls with more tensors than lengths and masks wait for theirs."""
+    key = call.device, call.build(backward_config(call.key).rows), call.key, call.has_few_keys
+    if key in _begun or not call.is_reusable:
+        return
+    _begun.add(key)
+    # The forward places sequences too, and compiles that kernel itself.
+    own = [x for x in call.rehearse(_rehearse) if x.config != UNTILED]
+    compile_ahead(own, call.device)
+
+
+def _rehearse(call: TritonCall) -> None:
+    q, v = call.piece.q, call.piece.v
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    lse = q.new_empty(call.B, call.H, call.M, dtype=torch.float32)
+    result = Result(out, lse, new_remainder(out))
+    attention_gradients(call, (torch.empty_like(out), None), result, [False] * 3)
+
+
 def attention_bwd(
     piece: Piece, dout: Tensor, lse: Tensor, delta: Tensor, buffers: tuple[Tensor, Tensor, Tensor]
 ) -> None:
@@ -298,6 +327,7 @@ def attention_bwd(
     lse, delta: `[B, H, M]`, the whole softmax's.
     """
     call = TritonCall(piece)
+    _place(call)
     dout, is_empty = align_rows(dout.to(piece.q.dtype)), lse.isneginf()
     lse, delta = torch.where(is_empty, torch.inf, lse), torch.where(is_empty, 0.0, delta)
     rows = torch.stack((lse, delta, torch.ones_like(lse), torch.zeros_like(lse)), -1)
@@ -313,14 +343,20 @@ def attention_bwd(
             buffer.copy_(target[..., : buffer.shape[-1]])
 
 
-def _multiply_rows(
+def _place(call: TritonCall) -> None:
+    """One table for the programs that own rows and those that own keys."""
+    config = backward_config(call.key)
+    call.write_table(config.rows.block_m, config.keys[0].config.block_n)
+
+
+def _delta_launch(
     call: TritonCall, result: Result, dout: Tensor, dlse: Tensor | None, rows: Tensor
-) -> None:
-    """Write the rows' numbers from what the forward left."""
+) -> Launch:
+    """Writes the rows' numbers from what the forward left."""
     config, out = delta_config(call.key), align_rows(result.out)
     remainder = None if result.remainder is None else align_rows(result.remainder)
     given = (out, dout) if remainder is None else (out, remainder, dout)
-    call.launch(
+    return Launch(
         _attention_bwd_delta_kernel,
         (-(-call.M // config.block_m) * call.H * call.B,),
         config,
@@ -330,11 +366,14 @@ def _multiply_rows(
             call.row_numbers(rows),
             call.M, call.H, call.dims[1], call.is_wide(*given), config.block_m,
         ),
-        *(out.dtype, remainder is None, dlse is None, call.layout_tag(*given)),
+        (out.dtype, remainder is None, dlse is None, call.layout_tag(*given)),
     )  # fmt: skip
 
 
-def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients) -> None:
+def _launch_gradients(
+    call: TritonCall, upstream: Upstream, gradients: Gradients, first: Sequence[Launch] = ()
+) -> None:
+    """first: what makes the numbers in `upstream`."""
     config = backward_config(call.key)
     kernels = [_launch_of_keys(call, upstream, gradients, keys) for keys in config.keys]
     plan = call.plan_rows(config.rows)
@@ -349,16 +388,15 @@ def _launch_gradients(call: TritonCall, upstream: Upstream, gradients: Gradients
         ),
         (gradients.is_added, call.layout_tag(upstream.dout.ptr, gradients.dq)),
     )  # fmt: skip
-    call.launch_together([*(launch for launch, _, _ in kernels), rows])
+    call.launch_together([*first, *(launch for launch, _, _ in kernels), rows])
     for _, wanted, targets in kernels:
         if targets is wanted or call.B == 0:
             continue
         for target, shares in zip(wanted, targets, strict=True):
-            total = shares.unflatten(0, (-1, call.B)).sum(0)
             if gradients.is_added:
-                target.add_(total)
+                target.add_(shares.unflatten(0, (-1, call.B)).sum(0))
             else:
-                target.copy_(total)
+                call.sum_shares(target, shares)
 
 
 def _launch_of_keys(
@@ -372,10 +410,7 @@ def _launch_of_keys(
     wanted = [x for x, want in ((gradients.dk, keys.has_k), (gradients.dv, keys.has_v)) if want]
     targets = wanted
     if n_shares > 1:
-        targets = [
-            torch.empty(n_shares * x.shape[0], *x.shape[1:], dtype=torch.float32, device=x.device)
-            for x in wanted
-        ]
+        targets = [call.new((n_shares * x.shape[0], *x.shape[1:]), torch.float32) for x in wanted]
     build = call.build(config, *targets, upstream.dout.ptr)
     launch = Launch(
         _attention_bwd_keys_kernel,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.mask import raise_mask
 from ..core.mask_bits import BIT_TILE, Bits, materialise
 from ..core.philox import drop_threshold
 from ..core.tiles import row_intervals
@@ -25,6 +26,7 @@ from ..kernels.launch import (
     launch,
     relaunch,
 )
+from ..kernels.replay import Tape, sum_shares
 from ..kernels.structs import (
     Bias,
     Build,
@@ -57,6 +59,8 @@ _NO_MASK = absent(MaskData)
 _FEW_INTERVALS = 4
 # Two programs for each of a large GPU's processors.
 ENOUGH_PROGRAMS = 264
+# What heads that run together may have of a large GPU's L2 cache for what their programs read.
+L2_BYTES = 32 << 20
 _PIECES = (16, 32, 64, 128, 256)
 # Tensor cores cut off what does not fit while they add up. Of three tf32 products the mean error of
 # S on an H200 was 2.7 eps of its mean at D 128 and 5.1 at D 256 in one piece, 1.0 and 1.3 in pieces
@@ -110,52 +114,95 @@ class TritonCall:
         else:
             self.mask_kind = _INTERVALS if piece.mask.is_exact else _BITS
 
-        extras = (terms.bias, terms.alibi_slopes, terms.sinks, terms.rng)
         # Nothing that is found for this call hangs on a tensor's contents or place, but for the
-        # tables of where packed sequences stand, which `on` makes anew.
-        is_placed = self.place_kind == UNIFORM
-        if self.place_kind == PACKED:
-            starts = positions.q_start, positions.k_start
-            is_placed = not any(isinstance(x, Tensor) for x in starts)
-            is_placed = is_placed and self.band is not None and not self.band.has_tensors
-        self.is_reusable = is_placed and all(x is None for x in extras)
-        self.is_reusable = self.is_reusable and self.mask_kind == _BAND
+        # tables of where sequences stand, which `on` makes anew.
+        self.is_reusable = self._is_placed_by_tensors_alone
+        extras = (terms.bias, terms.alibi_slopes, terms.sinks, terms.rng)
+        self.is_reusable = self.is_reusable and all(x is None for x in extras)
         self._plans: dict[Any, Plan] = {}
         self._tables: dict[tuple[int, int], Tensor | None] = {}
         self._builds: dict[Any, Build] = {}
         self._compiled: dict[Any, Any] = {}
         self._together: set[Any] = set()
+        self._tape: Tape | None = None
+        # Launches that are written down and not made.
+        self._rehearsed: list[Launch] | None = None
+
+    @property
+    def _is_placed_by_tensors_alone(self) -> bool:
+        """Whether sequences and a band follow from ints, lengths, and the mask's tensors one by
+        one: what two of them have in common would have to be found in each call."""
+        starts = self.piece.positions.q_start, self.piece.positions.k_start
+        if self.band is None or any(isinstance(x, Tensor) for x in starts):
+            return False
+        given = [id(x) for x in self.piece.mask.tensors()]
+        return len(set(given)) == len(given) and all(id(x) in given for x in self.band.tensors)
+
+    def _shadows(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+        """What `on` takes, of tensors without memory."""
+        piece = self.piece
+        q, k, v = (x.detach().to("meta") for x in (piece.q, piece.k, piece.v))
+        lengths = [getattr(piece.positions, name) for name in LENGTHS]
+        index = (*lengths, *piece.mask.tensors())
+        return q, k, v, [None if x is None else x.detach().to("meta") for x in index]
+
+    def rehearse(self, run: Callable[[TritonCall], Any]) -> list[Launch]:
+        """What `run` launches, with nothing launched; of a call that is reusable."""
+        other = self.on(*self._shadows())
+        other._rehearsed = []
+        run(other)
+        return other._rehearsed
 
     def release(self) -> None:
         """Let go of all tensors, which `on` puts in their place again."""
-        q, k, v = (x.detach().to("meta") for x in (self.piece.q, self.piece.k, self.piece.v))
-        positions = self.piece.positions
-        lengths: dict[str, Any] = {
-            name: x.to("meta") for name in LENGTHS if (x := getattr(positions, name)) is not None
-        }
-        self.piece = replace(self.piece, q=q, k=k, v=v, positions=replace(positions, **lengths))
+        self.piece = _piece_on(self.piece, *self._shadows())
+        self.band = self.piece.band
         self.tensors = ()
         self.__dict__.pop("qkv", None)
         if self.place_kind != UNIFORM:
             self._plans, self._tables = {}, {}
 
     def on(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[Tensor | None] = ()
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: Sequence[Tensor | None] = (),
+        tape: Tape | None = None,
     ) -> TritonCall:
         """This call, which must be reusable, on other tensors of the same layout.
 
-        lengths: of a packed call, as `LENGTHS` names them.
+        index: the lengths, as `LENGTHS` names them, and the mask's tensors, in the order of
+            `Mask.lower`; nothing where a call has none of them. tape: takes down what is launched.
         """
         other = copy(self)
-        positions = self.piece.positions
-        if lengths:
-            named: dict[str, Any] = dict(zip(LENGTHS, lengths, strict=True))
-            positions = replace(positions, **named)
+        other.piece = _piece_on(self.piece, q, k, v, index)
+        if index:
+            other.band = other.piece.band
             other._plans, other._tables = {}, {}
-        other.piece = replace(self.piece, q=q, k=k, v=v, positions=positions)
         other.tensors = tuple(align_rows(x) for x in (q, k, v))
         other.__dict__.pop("qkv", None)
+        other._tape = tape
         return other
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that kernels of this call write."""
+        if self._tape is not None:
+            return self._tape.new(shape, dtype)
+        if self._rehearsed is not None:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def new_rows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The same for `[B, M, H, D]` results, with aligned rows; the last columns may be
+        padding."""
+        return self.new((*shape[:-1], padded_dim(shape[-1])), dtype)
+
+    def sum_shares(self, target: Tensor, shares: Tensor) -> None:
+        """target = the sum of `[shares * B, ...]`, after all launches."""
+        if self._tape is not None:
+            self._tape.add_sum(target, shares)
+        sum_shares(target, shares)
 
     def launch(
         self,
@@ -172,6 +219,9 @@ class TritonCall:
         not read by rows needs none.
         Returns: of a reusable call the compiled kernel, where there is one.
         """
+        if self._rehearsed is not None:
+            self._rehearsed.append(Launch(kernel, grid, config, tuple(arguments), tag))
+            return None
         if not self.is_reusable:
             launch(kernel, grid, config, arguments, self.device)
             return None
@@ -182,12 +232,14 @@ class TritonCall:
             compiled = self._compiled[key] = launch(kernel, grid, config, arguments, self.device)
         else:
             relaunch(compiled, (x, y, z), arguments, self.device)
+        if self._tape is not None:
+            self._tape.add(kernel, grid, config, arguments, compiled)
         return compiled
 
     def launch_together(self, launches: list[Launch]) -> None:
         """Launch kernels that belong together; what is new of them is compiled side by side."""
         tags = tuple(x.tag for x in launches)
-        if tags not in self._together:
+        if self._rehearsed is None and tags not in self._together:
             compile_together(launches, self.device)
             self._together.add(tags)
         for x in launches:
@@ -263,18 +315,18 @@ class TritonCall:
         strides = code(stride_b), code(stride_h), code(stride_m), code(stride_n)
         return Bias(bias, *strides, rows, cols)
 
-    def build(self, config: Config, *others: Tensor) -> Build:
+    def build(self, config: Config, *others: Tensor, is_forward: bool = False) -> Build:
         """What a kernel of this call is compiled for.
 
         others: what else it reads or writes by rows.
         """
-        key = (config, self.is_wide(*others))
+        key = (config, self.is_wide(*others), is_forward)
         found = self._builds.get(key)
         if found is None:
             found = self._builds[key] = self._build(*key)
         return found
 
-    def _build(self, config: Config, is_wide: bool) -> Build:
+    def _build(self, config: Config, is_wide: bool, is_forward: bool) -> Build:
         terms, k_start, bias_rows = self.piece.terms, self.piece.positions.k_start, 0
         is_grouped = k_start is None or (isinstance(k_start, int) and k_start % 4 == 0)
         # Elsewhere a tile starts where a sequence does, at key 0 of it.
@@ -299,7 +351,7 @@ class TritonCall:
             False,
             config.block_m,
             config.block_n,
-            few_tiles(self.key.architecture, config),
+            few_tiles(self.key, config) if is_forward else 0,
         )
 
     # ------------------------------------------------------------ placement
@@ -318,9 +370,11 @@ class TritonCall:
         assert self.band is not None and self.band.documents is not None
         return self.band.documents.shape[-1] - 1
 
-    def _place(self, table: Tensor | None, H: int, group: int, n_tiles: int) -> Placement:
+    def _place(
+        self, table: Tensor | None, H: int, group: int, n_tiles: int, together: int = 1
+    ) -> Placement:
         fields = uniform_fields(self) if table is None else None
-        sizes = (n_tiles, self.n_sequences, self.n_batches, H, group)
+        sizes = (n_tiles, self.n_sequences, self.n_batches, H, group, together)
         return Placement(table, fields, *(code(x) for x in sizes))
 
     @property
@@ -344,6 +398,22 @@ class TritonCall:
             return self.n_batches * (rows // block) + self.n_sequences
         return -(-rows // block)
 
+    def count_together(self, *, by_rows: bool) -> int:
+        """How many heads take turns, tile by tile, of programs that own rows or keys.
+
+        Documents, of which nobody here knows the lengths: all, since of each head those that run
+        together read little more than one document. Else as many as have what they read in the L2
+        cache; one where all tiles are alike.
+        """
+        heads, rows = (self.H, self.N * self.G) if by_rows else (self.G, self.M * self.H)
+        if self.place_kind in (PACKED, DOCUMENTS):
+            return max(1, heads)
+        if self.place_kind == UNIFORM and self.band is not None and not self.band.is_bounded:
+            return 1
+        width = sum(sum(dims[1:]) for dims in self.dims) * self.piece.q.element_size()
+        head_bytes = max(1, rows * width // max(1, heads))
+        return max(1, min(self.B * heads, L2_BYTES // head_bytes))
+
     def count_shares(self, n_programs: int) -> int:
         """In how many shares a group's query heads are taken, so that enough programs run.
 
@@ -363,26 +433,34 @@ class TritonCall:
         """Programs that own key tiles."""
         return self._plan(config, lists.list_query_tiles, self.N, config.block_n, self.G)
 
+    def write_table(self, block_m: int, block_n: int) -> None:
+        """Place sequences for query tiles of `block_m` rows and key tiles of `block_n`, at once."""
+        if (block_m, block_n) not in self._tables:
+            self._tables[block_m, block_n] = write_table(self, block_m, block_n)
+
     def _plan(self, config: Config, kernel: Any, rows: int, block: int, heads: int) -> Plan:
         key = config.block_m, config.block_n, id(kernel)
         found = self._plans.get(key)
         if found is not None:
             return found
-        table = self._table(config.block_m, config.block_n)
+        table = self._table(config, 0 if kernel is lists.list_key_tiles else 1)
         n_tiles = self.count_tiles(rows, block)
         mask = self._list(table, kernel, n_tiles, config)
-        place = self._place(table, self.H, self.H // self.G, n_tiles)
+        together = self.count_together(by_rows=kernel is lists.list_key_tiles)
+        place = self._place(table, self.H, self.H // self.G, n_tiles, together)
         rows_of_tiles = 1 if self.place_kind == DOCUMENTS else self.n_batches
         plan = Plan(n_tiles * heads * rows_of_tiles, Call(place, mask, self.terms))
         self._plans[key] = plan
         return plan
 
-    def _table(self, block_m: int, block_n: int) -> Tensor | None:
-        """Where sequences stand, once for all kernels of these tiles."""
-        tiles = block_m, block_n
-        if tiles not in self._tables:
-            self._tables[tiles] = write_table(self, *tiles)
-        return self._tables[tiles]
+    def _table(self, config: Config, axis: int) -> Tensor | None:
+        """Where sequences stand, once for all kernels whose own tiles (queries 0, keys 1) are of
+        these sizes: of the others a table says nothing but who comes first."""
+        for blocks, table in self._tables.items():
+            if blocks[axis] == config[axis]:
+                return table
+        self.write_table(config.block_m, config.block_n)
+        return self._tables[config.block_m, config.block_n]
 
     # ------------------------------------------------------------ masks
 
@@ -444,6 +522,20 @@ class TritonCall:
         return mask
 
 
+def _piece_on(
+    piece: Piece, q: Tensor, k: Tensor, v: Tensor, index: Sequence[Tensor | None]
+) -> Piece:
+    """A piece on other tensors. index: see `TritonCall.on`."""
+    if not index:
+        return replace(piece, q=q, k=k, v=v)
+    lengths: dict[str, Any] = dict(zip(LENGTHS, index, strict=False))
+    flags, ints, _ = piece.mask.lower()
+    tensors = [x for x in index[len(LENGTHS) :] if x is not None]
+    mask = raise_mask(flags, ints, tensors)
+    positions = replace(piece.positions, **lengths)
+    return replace(piece, q=q, k=k, v=v, mask=mask, positions=positions)
+
+
 def score_terms(terms: Terms, is_folded: bool) -> ScoreTerms:
     """A call's terms as kernels take them. is_folded: see `Build`."""
     scale = terms.scale / (terms.softcap or 1.0)
@@ -490,11 +582,6 @@ def align_rows(x: Tensor) -> Tensor:
     copy = x.new_zeros(*x.shape[:-1], padded_dim(x.shape[-1]))
     copy[..., : x.shape[-1]] = x
     return copy
-
-
-def new_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for `[B, M, H, D]` results with aligned rows; the last columns may be padding."""
-    return torch.empty(*shape[:-1], padded_dim(shape[-1]), dtype=dtype, device=device)
 
 
 def cut_rows(x: Tensor, dim: int) -> Tensor:

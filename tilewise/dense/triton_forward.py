@@ -10,15 +10,12 @@ Units: scores as in `kernels/softmax.py`; lse natural, fp32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..kernels.keys import load_keys
-from ..kernels.launch import relaunch
 from ..kernels.masks import in_one_loop, key_span, partial_tile, whole_tile
 from ..kernels.placement import FIRST_Q_TILE, locate
 from ..kernels.scores import add_terms, keep_tile
@@ -37,9 +34,8 @@ from ..kernels.tiles import (
     zero_tile,
 )
 from .config import forward_config
-from .piece import Result, new_remainder
-from .triton_call import TritonCall, align_rows, cut_rows, padded_dim
-from .triton_placement import UNIFORM
+from .piece import Result
+from .triton_call import TritonCall, cut_rows
 
 
 @triton.jit
@@ -122,79 +118,45 @@ def _visit(
 
 
 class Forward:
-    """A forward made ready: everything but the tensors. That of a reusable call runs again for
-    others of the same layout and alignment.
+    """A forward made ready: everything but the tensors.
 
     out is `[B, M, H, E]`, lse `[B, H, M]`. is_split: whether what rounding takes off out is kept
     too. Nothing is checked here.
     """
 
     def __init__(self, call: TritonCall, out_dtype: torch.dtype, *, is_split: bool = False) -> None:
-        piece = call.piece
-        (B, M, H, _), self._E = piece.q.shape, piece.v.shape[-1]
-        self.call, self._dtypes, self._is_split = call, (out_dtype, torch.float32), is_split
-        E = padded_dim(self._E)
-        self._shapes = (B, M, H, E), (B, H, M)
+        self.call, self._dtype, self._is_split = call, out_dtype, is_split
         self._config = forward_config(call.key)
-        plan = call.plan_rows(self._config)
-        self._grid = (plan.n_programs, 1, 1)
-        self._rest: tuple[Any, ...] = (plan.call, call.build(self._config))
-        # Found by the first run of a reusable call.
-        self._compiled: Any = None
-        self._strides: tuple[tuple[Any, ...], ...] = ()
 
     def release(self) -> None:
-        """Let go of all tensors: every further run brings its own, and a packed one its call."""
-        if self.call.place_kind != UNIFORM:
-            self._rest = (None, self._rest[1])
+        """Let go of all tensors: every further run brings its own, and its call."""
         self.call.release()
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: TritonCall | None = None) -> Result:
         """All new; of a head dim whose rows were widened out is a view.
 
-        call: `TritonCall.on` these tensors, where sequences stand elsewhere than at first.
+        call: `TritonCall.on` these tensors, where it is not the one that the forward was made for.
         """
-        rest = self._rest
-        if call is not None:
-            rest = (call.plan_rows(self._config).call, rest[1])
-        (out_shape, lse_shape), (out_dtype, lse_dtype) = self._shapes, self._dtypes
-        out = torch.empty(out_shape, dtype=out_dtype, device=self.call.device)
-        lse = torch.empty(lse_shape, dtype=lse_dtype, device=self.call.device)
-        remainder = new_remainder(out) if self._is_split else None
-        if self._compiled is None:
-            self._run_first(q, k, v, (out, remainder, lse), rest)
-        else:
-            # Written out, and with addresses for tensors: this is the way of every warm call.
-            sq, sk, sv, so, sr, sl = self._strides
-            tensors = (
-                (q.data_ptr(), *sq), (k.data_ptr(), *sk), (v.data_ptr(), *sv),
-                (out.data_ptr(), *so),
-                (None if remainder is None else remainder.data_ptr(), *sr), (lse.data_ptr(), *sl),
-            )  # fmt: skip
-            relaunch(self._compiled, self._grid, (*tensors, *rest), self.call.device)
+        call = self.call if call is None else call
+        (B, M, H, _), E = q.shape, v.shape[-1]
+        plan = call.plan_rows(self._config)
+        out = call.new_rows((B, M, H, E), self._dtype)
+        lse = call.new((B, H, M), torch.float32)
+        # bf16 whatever out is: see `piece.new_remainder`.
+        remainder = call.new(out.shape, torch.bfloat16) if self._is_split else None
+        call.launch(
+            _attention_fwd_kernel,
+            (plan.n_programs,),
+            self._config,
+            (
+                *call.qkv,
+                call.operand(out),
+                absent(Operand) if remainder is None else call.operand(remainder),
+                call.statistics(lse),
+                plan.call,
+                call.build(self._config, is_forward=True),
+            ),
+        )
         if remainder is not None:
-            remainder = cut_rows(remainder, self._E)
-        return Result(cut_rows(out, self._E), lse, remainder)
-
-    def _run_first(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        written: tuple[Tensor, Tensor | None, Tensor],
-        rest: tuple[Any, ...],
-    ) -> None:
-        operands = [TritonCall.operand(align_rows(x)) for x in (q, k, v)]
-        out, remainder, lse = written
-        results = (
-            TritonCall.operand(out),
-            absent(Operand) if remainder is None else TritonCall.operand(remainder),
-            TritonCall.statistics(lse),
-        )
-        compiled = self.call.launch(
-            _attention_fwd_kernel, self._grid, self._config, (*operands, *results, *rest)
-        )
-        # Where an input had to be copied, so has one like it.
-        if all(operand.ptr is x for operand, x in zip(operands, (q, k, v), strict=True)):
-            self._strides = tuple(operand[1:] for operand in (*operands, *results))
-            self._compiled = compiled
+            remainder = cut_rows(remainder, E)
+        return Result(cut_rows(out, E), lse, remainder)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.band import Band
 from ..core.mask import UNBOUNDED
 from ..kernels import placement
-from ..kernels.launch import UNTILED, launch
+from ..kernels.launch import UNTILED
 from ..kernels.structs import Lengths, code
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def write_table(call: TritonCall, block_m: int, block_n: int) -> Tensor | None:
     """The table of a call's sequences, for tiles of these sizes; None where it needs none."""
     if call.place_kind == UNIFORM:
         return None
-    table = torch.empty(call.n_sequences, _FIELDS, dtype=torch.int32, device=call.device)
+    table = call.new((call.n_sequences, _FIELDS), torch.int32)
     if call.place_kind == DOCUMENTS:
         _write_documents(call, table, block_m, block_n)
     else:
@@ -111,7 +111,7 @@ def _write_documents(call: TritonCall, table: Tensor, block_m: int, block_n: int
     cu_seqlens = band.documents.contiguous()
     is_shared = cu_seqlens.dim() == 1 or cu_seqlens.shape[0] == 1
     shift, position = _shifts(call)
-    launch(
+    call.launch(
         placement.place_documents,
         (1,),
         UNTILED,
@@ -120,5 +120,6 @@ def _write_documents(call: TritonCall, table: Tensor, block_m: int, block_n: int
             0 if is_shared else cu_seqlens.shape[1], call.M, call.N, *starts_of(call), shift,
             *_edges(position, band), block_m, block_n, _BLOCK,
         ),
-        call.device,
+        block_m,
+        block_n,
     )  # fmt: skip

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.keys import load_keys
+from ..kernels.launch import Launch
 from ..kernels.masks import key_span, partial_tile, whole_tile
 from ..kernels.placement import FIRST_Q_TILE, locate
 from ..kernels.recompute import load_rows, recompute, store_rows
@@ -104,7 +105,7 @@ def _attention_bwd_row_sums_kernel(
     store_rows(numbers, seq.batch, row, h, row_lse, delta, share, stored, BLOCK_M)
 
 
-def sum_rows(
+def row_sums_launch(
     call: TritonCall,
     dout: Tensor,
     lse: Tensor,
@@ -112,11 +113,11 @@ def sum_rows(
     rows: Tensor,
     *,
     has_delta: bool,
-) -> None:
-    """Write the rows' numbers `[B, H, M, 4]`; without `has_delta` the delta in them stays."""
+) -> Launch:
+    """Writes the rows' numbers `[B, H, M, 4]`; without `has_delta` the delta in them stays."""
     config = sums_config(call.key)
     plan = call.plan_rows(config)
-    call.launch(
+    return Launch(
         _attention_bwd_row_sums_kernel,
         (plan.n_programs,),
         config,
@@ -125,5 +126,5 @@ def sum_rows(
             *(call.statistics(x) for x in (lse, dlse)), call.row_numbers(rows), plan.call,
             has_delta, call.build(config, dout),
         ),
-        *(has_delta, dlse is None, call.layout_tag(dout)),
+        (has_delta, dlse is None, call.layout_tag(dout)),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -70,10 +70,13 @@ class Launch(NamedTuple):
 _compiled_together: set[Any] = set()
 
 
-def compile_together(launches: Sequence[Launch], device: torch.device) -> None:
+def compile_together(
+    launches: Sequence[Launch], device: torch.device, *, loads: bool = True
+) -> None:
     """Compile what several launches need side by side, where it is not compiled yet.
 
     Most of a first call is the compiler's time, and it would take the kernels one after the other.
+    loads: make them ready to run, too.
     """
     launches = [x for x in launches if 0 not in x.grid]
     if device.type != "cuda" or is_interpreted() or not launches:
@@ -90,9 +93,33 @@ def compile_together(launches: Sequence[Launch], device: torch.device) -> None:
                     x.kernel.warmup(*x.arguments, grid=x.grid, **compiler_options(x.config))
                     for x in launches
                 ]
-            # The C that launches a binary is compiled too, when `run` is first read.
-            list(workers.map(_make_launcher, kernels))
-    _compiled_together.add(key)
+            if loads:
+                # The C that launches a binary is compiled too, when `run` is first read.
+                list(workers.map(_make_launcher, kernels))
+    if loads:
+        _compiled_together.add(key)
+
+
+_ahead: list[Future[None]] = []
+
+
+def compile_ahead(launches: Sequence[Launch], device: torch.device) -> None:
+    """Begin to compile what launches to come need, in a thread of its own.
+
+    Nothing is loaded: a CUDA graph that is captured meanwhile would not allow it.
+    """
+    if device.type != "cuda" or is_interpreted():
+        return
+    worker = ThreadPoolExecutor(1, "tilewise")
+    _ahead.append(worker.submit(compile_together, launches, device, loads=False))
+    worker.shutdown(wait=False)
+
+
+def finish_ahead() -> None:
+    """Wait for what `compile_ahead` began: two threads would compile a kernel twice."""
+    while _ahead:
+        # What failed to compile is said by the launch that needs it.
+        _ahead.pop().exception()
 
 
 def _make_launcher(kernel: Any) -> None:

@@ -97,14 +97,17 @@ def _listed_span(mask, h, list_tile, start, stop):
 def in_one_loop(span, BUILD: tl.constexpr):
     """The same tiles, all as partial ones where they are few and a band's.
 
-    Each of the two loops waits for its first loads: for a short sequence that takes longer than to
-    test tiles which need no test.
+    Each of the two loops waits for its first loads: for a short sequence that may take longer than
+    to test tiles which need no test. Where none needs one, one loop is there as it is.
     """
-    n_tiles = span.n_whole + span.n_partial
-    is_few = (span.n_partial > 0) & (n_tiles <= BUILD.few_tiles) & (BUILD.mask == BAND)
-    n_whole = tl.where(is_few, 0, span.n_whole)
-    n_partial = tl.where(is_few, n_tiles, span.n_partial)
-    return Span(span.begin, span.head, n_whole, n_partial, span.start, span.stop, span.list_at)
+    if BUILD.few_tiles > 0 and BUILD.mask == BAND:
+        n_tiles = span.n_whole + span.n_partial
+        is_few = (span.n_partial > 0) & (n_tiles <= BUILD.few_tiles)
+        n_whole = tl.where(is_few, 0, span.n_whole)
+        n_partial = tl.where(is_few, n_tiles, span.n_partial)
+        return Span(span.begin, span.head, n_whole, n_partial, span.start, span.stop, span.list_at)
+    else:
+        return span
 
 
 @triton.jit

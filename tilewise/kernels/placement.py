@@ -34,23 +34,34 @@ def locate(place, pid, PLACE: tl.constexpr, COLUMN: tl.constexpr, REVERSED: tl.c
     """The sequence, head and tile of a program.
 
     COLUMN: whether tiles are of queries (FIRST_Q_TILE) or of keys. REVERSED: late tiles first,
-    which see most under a causal mask. pid counts tiles fastest, so that programs that run
-    together read the same keys.
+    which see most under a causal mask.
     Returns: the sequence, the head, the tile in its sequence, the tile among all of the head.
+
+    Heads take turns in groups, tile by tile: programs that start late then own the tiles of all of
+    a group's heads that see least, and the last ones end together. Head by head, the last head's
+    largest tiles would start when little else is left to run beside them. Programs that run
+    together read keys of no more heads than a group has, so these stay in the L2 cache.
     """
     n_tiles = decode(place.n_tiles)
-    tile = pid % n_tiles
+    H = decode(place.H)
+    if COLUMN == FIRST_K_TILE:
+        H = H // decode(place.group)
+    n_heads = H
+    if PLACE < PACKED:
+        n_heads = H * decode(place.n_sequences)
+    together = decode(place.together)
+    first_head = pid // (together * n_tiles) * together
+    size = tl.minimum(n_heads - first_head, together)
+    turn = pid - first_head * n_tiles
+    h = first_head + turn % size
+    tile = turn // size
     if REVERSED:
         tile = n_tiles - 1 - tile
-    h = pid // n_tiles
     if PLACE >= PACKED:
         index = _find(place, tile, COLUMN)
         first = tl.load(place.table + index.to(tl.int64) * FIELDS + COLUMN)
         return sequence_at(place, index, PLACE), h, tile - first, tile
     else:
-        H = decode(place.H)
-        if COLUMN == FIRST_K_TILE:
-            H = H // decode(place.group)
         index = h // H
         return sequence_at(place, index, PLACE), h % H, tile, index * n_tiles + tile
 

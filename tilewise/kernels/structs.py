@@ -97,7 +97,8 @@ class Placement(NamedTuple):
     table: int32 `[sequences + 1, FIELDS]` (see `placement.py`), or None where one row of coded
     `fields` serves every batch row. n_tiles: of the axis that programs own, over all sequences
     (packed) or in one. n_batches: rows of storage. H: the heads that programs count, times `group`
-    where they count kv heads. Everything but the table is coded.
+    where they count kv heads. together: how many heads take turns, tile by tile. Everything but the
+    table is coded.
     """
 
     table: Any
@@ -107,6 +108,7 @@ class Placement(NamedTuple):
     n_batches: Any
     H: Any
     group: Any
+    together: Any
 
 
 class Sequence(NamedTuple):
@@ -177,7 +179,7 @@ class Build(NamedTuple):
     is_folded: a score is nothing but the scaled product. is_capped: there
     is a softcap. is_grouped: see `scores.keep_tile`. bias_rows: see `scores.load_bias`. precision:
     of products. is_wide: offsets inside a tile may pass 2^31. is_added: results are added to what
-    is there. few_tiles: see `masks.in_one_loop`.
+    is there. few_tiles: see `masks.in_one_loop`; 0 for no such loop.
     """
 
     dims: tuple[int, ...]

@@ -204,4 +204,6 @@ def row_product(o_tile, do_tile, DIMS: tl.constexpr):
 @triton.jit
 def _piece_product(o, do):
     # An out of 0 adds nothing: an empty row is all 0, and its dO may be anything.
-    return tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)
+    # So does a dO of 0, whatever out is: it may have overflowed.
+    product = o.to(tl.float32) * do.to(tl.float32)
+    return tl.sum(tl.where((o == 0.0) | (do == 0.0), 0.0, product), 1)
