@@ -44,7 +44,7 @@ def linear_attention(
         initial_state: `[B, H, D, E]`, fp32 (fp64 for fp64 inputs); zeros when None.
         cu_seqlens: `[B + 1]` int32 or int64, where packed sequences begin and end. Each has a state
             of its own; an empty one keeps its initial state. Tokens past the last give 0.
-        backend: "auto", "tiled" (chunks in plain torch), "recurrent" (step by step),
+        backend: "auto", "triton", "tiled" (chunks in plain torch), "recurrent" (step by step),
             "reference" (fp64), "eager"; a named one never falls back.
     Returns: `(out, final_state)`: out as v, final_state as initial_state, both differentiable.
     Raises: ValueError for arguments that do not fit. What gates hold is not checked: those
@@ -301,7 +301,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     q, k, v = under_autocast(tensors["q"], tensors["k"], tensors["v"])
     inputs = check_call(op, {**tensors, "q": q, "k": k, "v": v}, scale, has_vector_gate)
-    name = choose(op, backend)
+    name = choose(op, backend, inputs)
     if name == "reference":
         check_contents(inputs)
         return linear_reference(inputs)

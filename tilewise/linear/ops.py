@@ -15,7 +15,6 @@ from ..core.first_derivative import mark_first_derivatives
 from ..core.shapes import accumulator_of, check_cu_seqlens, is_read
 from .choice import choose
 from .inputs import Inputs
-from .tiled import linear_tiled
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, "
@@ -36,16 +35,38 @@ library.define(
 def _linear_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs, backend = Inputs(*arguments[:-1]), arguments[-1]
     check_contents(inputs)
-    # What autocast is for has been done to q, k and v.
-    with torch.autocast(inputs.q.device.type, enabled=False):
-        out, state = linear_tiled(inputs, _CHUNKS[choose("linear", backend)])
+    match choose("linear", backend, inputs):
+        case "triton":
+            from . import triton_forward
+
+            return triton_forward.linear_fwd(inputs)
+        case name:
+            from . import tiled
+
+            # What autocast is for has been done to q, k and v.
+            with torch.autocast(inputs.q.device.type, enabled=False):
+                out, state = tiled.linear_tiled(inputs, _CHUNKS[name])
     # An op's outputs may not be its inputs.
     return out, state.clone() if state is inputs.initial_state else state
 
 
 def _linear_bwd(dout: Tensor, dstate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Of a form in plain torch, which is run again under autograd."""
     inputs, backend, wanted = Inputs(*rest[:8]), rest[8], rest[9]
+    match choose("linear", backend, inputs):
+        case "triton":
+            from . import triton_backward
+
+            return triton_backward.linear_bwd(dout, dstate, inputs, wanted)
+        case name:
+            return _recomputed(dout, dstate, inputs, name, wanted)
+
+
+def _recomputed(
+    dout: Tensor, dstate: Tensor, inputs: Inputs, name: str, wanted: list[bool]
+) -> tuple[Tensor, ...]:
+    """Gradients of a form in plain torch, which is run again under autograd."""
+    from . import tiled
+
     no_autocast = torch.autocast(inputs.q.device.type, enabled=False)
     with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad(), no_autocast:
         # Below a dispatch mode, such as a counter of flops, autograd is switched off.
@@ -54,7 +75,7 @@ def _linear_bwd(dout: Tensor, dstate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
                 getattr(torch._C.DispatchKey, key), False
             )
         leaves = inputs.map(lambda x: x.detach().requires_grad_())
-        out, state = linear_tiled(leaves, _CHUNKS[choose("linear", backend)])
+        out, state = tiled.linear_tiled(leaves, _CHUNKS[name])
     asked = [x for x, want in zip(leaves.tensors, wanted, strict=True) if want and x is not None]
     results = [(x, dx) for x, dx in ((out, dout), (state, dstate)) if x.requires_grad]
     outs, upstream = zip(*results, strict=True)
