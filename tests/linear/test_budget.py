@@ -102,8 +102,8 @@ def test_stages_in_the_interpreter() -> None:
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
          "--backend", "triton", str(ROOT / "tests" / "linear")],
         cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     # A run that leaves all out would pass too.
-    assert "12 passed" in done.stdout, done.stdout
+    assert "25 passed" in done.stdout, done.stdout

@@ -37,6 +37,14 @@ def _add_preparing(call: LinearCall) -> Prepared:
     return prepared
 
 
+def prepared_pairs(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Scores and, of a vector gate, the delta rule's A by chunk and head, for tests."""
+    call = LinearCall(inputs)
+    prepared = _add_preparing(call)
+    call.run()
+    return prepared.scores, prepared.lower
+
+
 class Remade(NamedTuple):
     """What the backward makes again: see `stages/states.py`. errors: None without a delta rule."""
 

@@ -14,7 +14,8 @@ def narrow(x, DTYPE: tl.constexpr, BUILD: tl.constexpr):
     if BUILD.precision == "interpreted" and tl.bfloat16 == DTYPE and x.dtype == tl.float32:
         # The interpreter cuts the low half of the bits off (Triton 3.6 to 3.9).
         bits = x.to(tl.int32, bitcast=True)
-        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        # Of a small number it makes another where that half is not 0.
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
         x = tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
 
