@@ -14,7 +14,7 @@ from tests.compile.offline import TARGETS, compile_call
 from tilewise import linear
 from tilewise.linear import choice
 
-STAGES = {"chunk_prepare", "states", "states_bwd", "chunk_pairs"}
+STAGES = {"chunk_prepare", "states", "states_bwd", "chunk_pairs", "sum_parts"}
 # op, D and E, dtype, packed, target: every gate, with and without a delta rule. What takes long to
 # compile is compiled once.
 VARIANTS = [
@@ -30,7 +30,7 @@ VARIANTS = [
 # Bytes a thread on sm_90.
 SPILLS = {
     "chunk_prepare": 60, "chunk_invert": 0, "states": 200, "states_bwd": 200, "chunk_pairs": 0,
-    "chunk_gradients": 60, "chunk_ladder": 60,
+    "chunk_gradients": 60, "chunk_ladder": 60, "sum_parts": 0,
 }  # fmt: skip
 
 
@@ -66,9 +66,10 @@ def test_stages_compile_and_fit(
     ]
     record_property("compiled", rows)
     others = {"chunk_ladder"} if op in ("gla", "kda") else {"chunk_gradients"}
-    assert {x.name for x in found} == STAGES | others | ({"chunk_invert"} if op == "kda" else set())
+    others |= {"chunk_invert"} if op == "kda" else set()
+    assert {x.name for x in found} == STAGES | others
     for x in found:
         assert x.shared_bytes <= TARGETS[target].shared_kib * 1024, x
-        assert x.mma, f"{x}: products run on no matrix unit"
+        assert x.mma or x.name == "sum_parts", f"{x}: products run on no matrix unit"
         if target == "sm_90":
             assert x.spills <= SPILLS[x.name], x

@@ -57,7 +57,8 @@ def exact_pairs(x: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("value", GATES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_pair_decays_by_the_gates_between(dtype: torch.dtype, value: float) -> None:
-    from tilewise.linear import triton_forward
+    from tilewise.linear.triton_call import LinearCall, given_by
+    from tilewise.linear.triton_forward import add_preparing
 
     length = 65 if ON_GPU else 64
     steps = (*((step,) for step in STEPS if step < length), *PAIRS)
@@ -69,7 +70,12 @@ def test_a_pair_decays_by_the_gates_between(dtype: torch.dtype, value: float) ->
     q, k = (torch.randn(1, length, H, D, generator=generator, device="cpu").to(dtype) for _ in "qk")
     g = strong_at(steps, value, length).cpu()
     given = [x.to(UNDER_TEST.device) for x in (q, k, q, g, torch.ones(1, length, H, dtype=dtype))]
-    scores, lower = triton_forward.prepared_pairs(Inputs(*given, None, None, 1.0))
+    inputs = Inputs(*given, None, None, 1.0)
+    call = LinearCall(inputs)
+    # What would be memory of the run alone is to be seen.
+    call.plan.buffer = call.plan.made  # type: ignore[method-assign]
+    prepared = add_preparing(call)
+    scores, lower = call.plan.finish(prepared.scores, prepared.lower).run(given_by(inputs))
     # An exponent's own rounding is some of fp32's.
     eps = torch.finfo(dtype).eps * (100.0 if dtype == torch.float32 else 2.5)
     chunk = scores.shape[-1]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.mask import Mask
+from ..core.observed import is_observed
 from ..core.shapes import accumulator_of
 from .choice import torch_wants_determinism
 from .ops import (
@@ -128,7 +129,7 @@ def key_of(
         return None
     mask_key = mask.key if isinstance(mask, Mask) else None
     device = q.device.type
-    if mask_key is None or device == "meta" or _is_observed():
+    if mask_key is None or device == "meta" or is_observed():
         return None
     place_key: tuple[Any, ...] | None = ()
     if placement:
@@ -175,17 +176,6 @@ def packing_of(placement: dict[str, Any]) -> Packing | None:
     return Packing(
         tuple(placement.get(name) for name in LENGTHS),
         [-1 if x is None else x for x in longest],
-    )
-
-
-def _is_observed() -> bool:
-    """Whether something wants to see the registered op itself: a mode, a transform, a tangent, a
-    trace."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
     )
 
 

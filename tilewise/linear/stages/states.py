@@ -33,8 +33,8 @@ def _states_kernel(
     call, prepared, initial, final, out, states, errors, steps,
     FULL_D: tl.constexpr, BLOCK_E: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
-    """out: where the outputs go, or a pointer None. states `[D, E]`, errors and steps (e and d)
-    `[C, E]`: by slot and head, or None."""
+    """initial: None for zeros; final: None where no one asks. out: where the outputs go, or a
+    pointer None. By slot and head, or None: states `[D, E]`, errors and steps (e, d) `[C, E]`."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     E: tl.constexpr = BUILD.value_dim
@@ -47,7 +47,9 @@ def _states_kernel(
     sequence = pid // SLICES // H
     qk_head = head // decode(call.place.group)
     index = (sequence * H + head).to(tl.int64)
-    state = load_block(initial, index, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
+    state = tl.zeros((FULL_D, BLOCK_E), tl.float32)
+    if initial is not None:
+        state += load_block(initial, index, 0, e0, FULL_D, BLOCK_E, D, E)
     n_chunks = count_chunks(call.place, sequence)
     beta, reached, left, total = load_factors(
         call, prepared, sequence, head, 0, n_chunks, FULL_D, BUILD
@@ -96,7 +98,8 @@ def _states_kernel(
                 state = state * total
             state = _add_step(tl.trans(k), d, state, DTYPE, BUILD)
         beta, reached, left, total = next_beta, next_reached, next_left, next_total
-    store_block(final, index, 0, e0, state, FULL_D, BLOCK_E, D, E, BUILD)
+    if final is not None:
+        store_block(final, index, 0, e0, state, FULL_D, BLOCK_E, D, E, BUILD)
 
 
 @triton.jit

@@ -34,8 +34,9 @@ def _states_bwd_kernel(
     call, prepared, states, dout, dfinal, dinitial, dv, dstates, dsteps, dtotal,
     FULL_D: tl.constexpr, BLOCK_E: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
-    """By slot and head: dstates (dS') `[D, E]`, dsteps (y of a delta rule) `[C, E]` and dtotal
-    `[slices, D or 1]`, the gradient of a whole chunk's decay."""
+    """dfinal: None for zeros; dinitial: None where no one asks. By slot and head: dstates (dS')
+    `[D, E]`, dsteps (y of a delta rule) `[C, E]` and dtotal `[slices, D or 1]`, the gradient of a
+    whole chunk's decay."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     E: tl.constexpr = BUILD.value_dim
@@ -48,7 +49,9 @@ def _states_bwd_kernel(
     sequence = pid // SLICES // H
     qk_head = head // decode(call.place.group)
     index = (sequence * H + head).to(tl.int64)
-    dstate = load_block(dfinal, index, 0, e0, FULL_D, BLOCK_E, D, E).to(tl.float32)
+    dstate = tl.zeros((FULL_D, BLOCK_E), tl.float32)
+    if dfinal is not None:
+        dstate += load_block(dfinal, index, 0, e0, FULL_D, BLOCK_E, D, E)
     n_chunks = count_chunks(call.place, sequence)
     beta, reached, left, total = load_factors(
         call, prepared, sequence, head, n_chunks - 1, n_chunks, FULL_D, BUILD
@@ -105,4 +108,5 @@ def _states_bwd_kernel(
             if BUILD.has_delta:
                 dstate = dot(tl.trans(k), -dd, dstate, DTYPE, BUILD)
         beta, reached, left, total = next_beta, next_reached, next_left, next_total
-    store_block(dinitial, index, 0, e0, dstate, FULL_D, BLOCK_E, D, E, BUILD)
+    if dinitial is not None:
+        store_block(dinitial, index, 0, e0, dstate, FULL_D, BLOCK_E, D, E, BUILD)
