@@ -66,7 +66,7 @@ def _linear(name: str, paper: str) -> Op:
         floors="linear.budget:floors",
         cases="linear.cases:cases",
         takes="linear.budget:takes",
-        backends=("tiled", "recurrent"),
+        backends=("tiled", "recurrent", "triton"),
         paper=paper,
     )
 

@@ -54,6 +54,7 @@ KERNELS = (
     "tilewise/kernels/*.py",
     "tilewise/*/triton_*.py",
     "tilewise/*/hopper_*.py",
+    "tilewise/*/stages/*.py",
     "tilewise/*/config.py",
     # What a call is to its kernels: kept from one like it, or a band of its mask.
     "tilewise/*/warm.py",

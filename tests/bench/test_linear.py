@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,63 +11,133 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.bench import linear as bench
+from tilewise.bench.linear import cells as shapes
+from tilewise.bench.linear import run as bench
+from tilewise.bench.linear.cells import BOTH, FORWARD, STEP, Cell
+from tilewise.bench.linear.contestants import (
+    COPY,
+    DENSE,
+    OURS,
+    Contestant,
+    find_contestants,
+    lift_guard,
+)
 from tilewise.bench.parallel.pieces import HostMeter
+from tilewise.bench.progress import Silent
 from tilewise.cli import main
 
-SHAPE = bench.Shape("gated_delta_rule", 1, 65, 1, 2, 8, torch.float32)
+CELL = Cell("ops", "gated_delta_rule", 1, 65, 1, 2, 8, torch.float32)
 CPU = torch.device("cpu")
 
 
-def test_a_right_op_is_timed_both_ways() -> None:
-    rows = bench.measure(SHAPE, CPU, HostMeter(), rounds=1, repeats=1)
-    assert [(row.contestant, row.direction) for row in rows] == [
-        ("tilewise", "forward"),
-        ("tilewise", "both"),
-    ]
+def make(*known: Contestant, rounds: int = 2) -> bench.Bench:
+    return bench.Bench(CPU, HostMeter(), list(known) or find_contestants(CPU)[0], rounds)
+
+
+def of_peer(run: Any) -> Contestant:
+    return Contestant("peer", "peer 1.0", run)
+
+
+def ours(op: str, **x: Tensor) -> Tensor:
+    run = find_contestants(CPU)[0][0].run
+    assert run is not None
+    return run(op, **x)
+
+
+def test_a_right_op_is_timed_both_ways_and_keeps_every_round() -> None:
+    rows = bench.measure(make(rounds=3), CELL)
+    assert [(row.contestant, row.direction) for row in rows] == [(OURS, FORWARD), (OURS, BOTH)]
     for row in rows:
-        assert not row.note and row.ms > 0 and row.tflops > 0
-        json.dumps(row.as_json(), allow_nan=False)
+        assert not row.note and row.ms and row.tflops and row.first_call_s
+        assert len(row.rounds_ms) == 3 and min(row.rounds_ms) <= row.ms <= max(row.rounds_ms)
+        assert row.x_ours == 1.0
+        assert "cell" not in json.loads(json.dumps(row.as_json(), allow_nan=False))
 
 
 @pytest.mark.parametrize("name", ["out", "beta"])
-def test_a_wrong_op_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bench.contestants(CPU)[0]["tilewise"]
-
+def test_a_wrong_op_of_ours_is_refused_and_a_wrong_peer_timed_with_a_word(name: str) -> None:
     def wrong(op: str, **x: Tensor) -> Tensor:
-        out = real(op, **x)
         off = 1e-2 if name == "out" else 1e-2 * (x["beta"] - x["beta"].detach()).sum()
-        return out + off
+        return ours(op, **x) + off
 
-    monkeypatch.setattr(bench, "contestants", lambda device: ({"wrong": wrong}, {}))
-    (row,) = bench.measure(SHAPE, CPU, HostMeter(), rounds=1, repeats=1)
-    assert row.note.startswith(f"{name}: max error") and row.ms == 0.0
+    rows = bench.measure(make(Contestant(OURS, "", wrong), of_peer(wrong)), CELL)
+    own, peers = rows[:2], rows[2:]
+    assert own[1].note.startswith(f"{name}: max error") and own[1].is_refused
+    assert own[1].ms is None
+    # A wrong gradient does not keep the forward from being timed.
+    assert (own[0].ms is None) == (name == "out")
+    assert peers[1].ms and not peers[1].is_refused and "over the error budget" in peers[1].note
 
 
-def test_what_raises_is_refused_with_its_error() -> None:
+def test_a_peer_that_raises_says_so_in_its_row() -> None:
     def raising(op: str, **x: Tensor) -> Tensor:
-        raise RuntimeError("no such kernel")
+        if x["q"].requires_grad:
+            raise RuntimeError("no such kernel\nand a long story")
+        return ours(op, **x)
 
-    assert bench.verify(raising, SHAPE, CPU) == "raised RuntimeError: no such kernel"
+    rows = bench.measure(make(find_contestants(CPU)[0][0], of_peer(raising)), CELL)
+    assert all(row.ms for row in rows[:3])
+    assert rows[3].note == "raised RuntimeError: no such kernel" and rows[3].ms is None
+    assert not rows[3].is_refused
+
+
+def test_a_cell_that_fails_is_a_row_and_the_others_run() -> None:
+    broken = replace(CELL, G=3)
+    result = bench.run(make(), [broken, CELL], Silent())
+    assert result.has_failed and not result.left_out
+    assert [bool(row.ms) for row in result.rows] == [False, False, True, True]
+    assert "heads" in result.rows[0].note or "H" in result.rows[0].note
+    late = bench.run(make(), [CELL], Silent(), minutes=1e-12)
+    assert late.left_out == [f"ops: {CELL}"] and not late.rows
+
+
+def test_only_the_guard_of_the_peer_is_lifted() -> None:
+    assert lift_guard(RuntimeError("out of memory")) == ""
+    assert lift_guard(ValueError("produces incorrect results")) == ""
+
+
+def test_a_decode_step_and_dense_attention_are_verified_too() -> None:
+    step = Cell("decode", "kda", 2, 1, 2, 2, 8, torch.float32)
+    rows = bench.measure(make(), step)
+    assert [(row.contestant, row.direction) for row in rows] == [(OURS, STEP), (COPY, STEP)]
+    assert all(row.ms and row.gbps and not row.note for row in rows)
+    across = Cell("crossover", "simple_gla", 1, 65, 2, 2, 8, torch.float32)
+    rows = bench.measure(make(), across)
+    assert [row.contestant for row in rows] == [OURS, DENSE]
+    assert all(row.ms and not row.note for row in rows) and rows[1].tflops is None
 
 
 def test_flops_are_linear_in_length() -> None:
-    twice = bench.Shape("kda", 1, 130, 1, 2, 8, torch.float32)
-    once = bench.Shape("kda", 1, 65, 1, 2, 8, torch.float32)
-    assert twice.flops() == 2 * once.flops()
+    once, twice = (Cell("ops", "kda", 1, m, 1, 2, 8, torch.float32) for m in (65, 130))
+    assert twice.flops(FORWARD) == 2 * once.flops(FORWARD) < once.flops(BOTH)
     # The delta rule reads the state once more than it writes it.
-    assert once.flops() > bench.Shape("gla", 1, 65, 1, 2, 8, torch.float32).flops()
+    assert once.flops(FORWARD) > replace(once, op="gla").flops(FORWARD)
+
+
+def test_the_grids_of_a_gpu_hold_what_is_promised() -> None:
+    gpu = torch.device("cuda")
+    found = shapes.cells(gpu)
+    assert {cell.grid for cell in found} == set(shapes.GRIDS)
+    assert [c.M for c in found if c.grid == "length"] == [16384, 32768, 65536, 131072]
+    assert {c.B * c.M for c in found if c.grid == "crossover"} == {32768}
+    assert {c.op for c in found if c.grid == "ops"} == set(shapes.OPS)
+    only = shapes.cells(gpu, ("decode",))
+    assert [c.grid for c in only] == ["decode", "decode"]
+    assert {c.M for c in shapes.cells(gpu, lengths=(512,))} == {512}
 
 
 def test_the_command_stores_what_it_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "usual_shapes", lambda *given: [SHAPE])
+    monkeypatch.setattr(shapes, "cells", lambda *given: [CELL])
     path = tmp_path / "run.json"
     assert main(["bench", "linear", "--quick", "--json", "--output", str(path)]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert printed == json.loads(path.read_text())
-    assert printed["missing"] == {"flash-linear-attention": "its kernels need a GPU"}
-    for option in ("--grid", "--trace"):
-        assert main(["bench", "linear", option, "dense"]) == 2
-        assert f"{option} is for another bench" in capsys.readouterr().err
+    assert printed["missing_peers"] == {"flash-linear-attention": "its kernels need a GPU"}
+    assert printed["header"]["rounds"] == 3 and len(printed["rows"]) == 2
+    assert main(["bench", "linear", "--quick"]) == 0
+    assert "gated_delta_rule B 1 M 65" in capsys.readouterr().out
+    assert main(["bench", "linear", "--grid", "dense"]) == 2
+    assert main(["bench", "linear", "--trace", "x"]) == 2
+    assert "--trace is for another bench" in capsys.readouterr().err

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from tests.cases.common import NAN, normal
+from tests.helpers import on_backend
 from tilewise import linear
 from tilewise.core.tolerance import assert_within_budget
 
-gla, kda, simple_gla = linear.gla, linear.kda, linear.simple_gla
-delta_rule, gated_delta_rule = linear.delta_rule, linear.gated_delta_rule
+gla, kda, delta_rule, gated_delta_rule, simple_gla = map(
+    on_backend,
+    (linear.gla, linear.kda, linear.delta_rule, linear.gated_delta_rule, linear.simple_gla),
+)
 short_convolution = linear.short_convolution
 
 

@@ -21,10 +21,12 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from tests.compile.machine_code import misuses_stack_pointer
 from tilewise.dense import choice, hopper_call, warm
 from tilewise.kernels import launch as launching
 from tilewise.kernels.launch import Config, compiler_options
+from tilewise.linear import plan as linear_plan
+from tilewise.linear import warm as linear_warm
+from tilewise.linear.machine_code import loses_an_operand
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,14 @@ def recorded(architecture: str) -> Iterator[list[Launch]]:
     choice.hopper_problem = lambda device: "" if architecture == "sm_90" else "needs sm_90"
     hopper_call._multiprocessors = lambda device: 132
     # What is kept of a call belongs to the device that it ran on.
-    warm._kept.clear()
+    kept: list[dict[Any, Any]] = [warm._kept, linear_warm._kept, linear_plan._plans]
+    for found in kept:
+        found.clear()
     try:
         yield records
     finally:
-        warm._kept.clear()
+        for found in kept:
+            found.clear()
         launching._run, launching._gpu_architecture = was
         choice.triton_problem, choice.hopper_problem, hopper_call._multiprocessors = problems
 
@@ -147,7 +152,7 @@ def _compile(name: str, source: ASTSource, options: dict[str, Any], architecture
     compiled = triton.compile(source, target=target, options=options)
     shared, columns = compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", 0) or 0
     if architecture == "sm_90":
-        assert not misuses_stack_pointer(compiled.asm["cubin"]), name
+        assert not loses_an_operand(compiled.asm["cubin"]), name
     read = _read_amd if target.backend == "hip" else _read_nvidia
     registers, spills, waits, mma = read(
         compiled.asm["amdgcn" if target.backend == "hip" else "cubin"]

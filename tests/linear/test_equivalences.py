@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers import backends, on_backend
 from tilewise import linear
 from tilewise.core.tolerance import assert_within_budget
 
 OPS = {
-    name: getattr(linear, name)
+    name: on_backend(getattr(linear, name))
     for name in (
         "linear_attention",
         "retention",
@@ -214,7 +215,7 @@ def test_steps_of_the_identity_change_nothing(op: str) -> None:
     assert_same(padded_state, state)
 
 
-@pytest.mark.parametrize("backend", ["tiled", "recurrent"])
+@pytest.mark.parametrize("backend", backends("tiled", "recurrent"))
 def test_sizes_of_zero(backend: str) -> None:
     state = torch.randn(2, 4, 16, 12)
     q, v = torch.randn(2, 0, 2, 16), torch.randn(2, 0, 4, 12, requires_grad=True)

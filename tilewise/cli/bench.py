@@ -50,7 +50,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--grid",
         help="some with commas, all when not given: dense, window, memory on a CPU; dense, "
-        "headdims, window, documents, features, gqa, small, host on a GPU",
+        "headdims, window, documents, features, gqa, small, host on a GPU; linear: ops, models, "
+        "length, crossover, decode",
     )
     parser.add_argument("--lengths", nargs="+", default=(), help="in place of the grids' own")
     parser.add_argument("--dtype", help="in place of the grids' own: some with commas, or all")
@@ -67,7 +68,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="GPU, parallel, decode, mla: end after so many, with what was measured by then",
+        help="GPU, parallel, decode, mla, linear: end after so many, with what was measured so far",
     )
     parser.add_argument(
         "--output",

@@ -5,97 +5,109 @@ from __future__ import annotations
 import argparse
 import json
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .options import UsageError, read_dtypes, read_lengths
 
 if TYPE_CHECKING:
     import torch
 
-    from ..bench.linear import Row
+    from ..bench.linear.run import Meter, Result, Row
 
 COMMAND = "tilewise bench linear"
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> int:
     """Measure, print, store. Exit code 1 where ours was wrong and so not timed."""
-    import torch
-
     from ..bench import environment
-    from ..bench import linear as bench
+    from ..bench.linear.cells import GRIDS, cells
+    from ..bench.linear.contestants import find_contestants
+    from ..bench.linear.run import Bench
+    from ..bench.linear.run import run as run_bench
     from ..bench.parallel.pieces import HostMeter
     from . import console
-    from .bench import read_stored, refuse_others
+    from .bench import read_grids, read_minutes, read_stored, refuse_others
 
-    refuse_others(COMMAND, arguments, ("grid", "backend", "without", "minutes", "ranks", "trace"))
+    refuse_others(COMMAND, arguments, ("backend", "without", "ranks", "trace"))
     on_gpu = device.type == "cuda"
-    path = read_stored(COMMAND, arguments.output, device, "linear-")
+    output = read_stored(COMMAND, arguments.output, device, "linear-")
+    grids, minutes = read_grids(arguments.grid, GRIDS), read_minutes(arguments.minutes)
     dtypes = read_dtypes(COMMAND, arguments.dtype or ("bfloat16" if on_gpu else "float32"))
     if len(dtypes) != 1:
         raise UsageError(f"{COMMAND}: --dtype takes one dtype here, got {arguments.dtype!r}.")
     lengths = read_lengths(COMMAND, arguments.lengths)
-    if arguments.quick and not on_gpu:
-        lengths = lengths or [256]
-    shapes = bench.usual_shapes(on_gpu, lengths, dtypes[0])
-    rounds, repeats = (3 if arguments.quick else 7), (5 if on_gpu else 1)
-    meter: bench.Meter = HostMeter()
+    asked = cells(device, grids, lengths, dtypes[0], arguments.quick)
+    known, missing = find_contestants(device)
+    meter: Meter = HostMeter()
     active: AbstractContextManager[None] = nullcontext()
     if on_gpu:
         from ..bench.gpu.meter import CudaMeter
 
         on_cuda = CudaMeter(device)
         meter, active = on_cuda, on_cuda.active()
-    _, missing = bench.contestants(device)
-    rows: list[Row] = []
-    document: dict[str, object] = {}
+    bench = Bench(device, meter, known, rounds=3 if arguments.quick else 7)
+    header = {
+        **environment.describe(device),
+        "triton": environment.version_of("triton"),
+        "rounds": bench.rounds,
+        "flops": "of a forward in chunks of 64; with backward 3.5 times that",
+    }
+
+    def document(result: Result) -> dict[str, Any]:
+        return {
+            "command": "bench linear",
+            "header": header,
+            "missing_peers": missing,
+            "left_out": result.left_out,
+            "rows": [row.as_json() for row in result.rows],
+        }
+
+    def store(result: Result) -> None:
+        # Whole after every cell: a run that is ended keeps what it has.
+        if output is not None:
+            output.write_text(json.dumps(document(result), indent=1, allow_nan=False) + "\n")
+
     with active, console.open_progress() as progress:
-        progress.stage("linear attention", len(shapes))
-        for shape in shapes:
-            rows += bench.measure(shape, device, meter, rounds, repeats)
-            progress.step(str(shape))
-            document = {
-                "command": "bench linear",
-                **environment.describe(device),
-                "torch_threads": torch.get_num_threads(),
-                "missing": missing,
-                "rows": [row.as_json() for row in rows],
-            }
-            # Whole after every cell: a run that is ended keeps what it has.
-            if path is not None:
-                path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        result = run_bench(bench, asked, progress, minutes=minutes, store=store)
     if arguments.json:
-        console.print_json(document)
+        console.print_json(document(result))
     else:
-        _print(rows, missing)
-    return 1 if any(row.note for row in rows if row.contestant == "tilewise") else 0
+        _print(result, str(header["gpu"] or header["cpu"]), missing)
+    return 1 if result.has_failed else 0
 
 
-def _print(rows: list[Row], missing: dict[str, str]) -> None:
+_COLUMNS = (
+    "op and shape", "contestant", "direction", "ms", "min..max", "x ours", "TFLOP/s", "GB/s",
+    "B a token", "first call s",
+)  # fmt: skip
+
+
+def _print(result: Result, machine: str, missing: dict[str, str]) -> None:
     from . import console
 
-    ours = {(r.shape, r.direction): r.ms for r in rows if r.contestant == "tilewise" and not r.note}
-    console.print_table(
-        "linear attention, forward and forward with backward",
-        ["op and shape", "contestant", "direction", "ms", "TFLOP/s", "first call s", "x ours"],
-        [
-            [
-                str(row.shape),
-                row.contestant,
-                row.direction,
-                f"{row.ms:.3f}",
-                f"{row.tflops:.2f}",
-                f"{row.first_call_s:.1f}",
-                f"{row.ms / ours[row.shape, row.direction]:.2f}"
-                if (row.shape, row.direction) in ours
-                else "",
-            ]
-            for row in rows
-            if not row.note
-        ],
-        texts=3,
-    )
-    for row in rows:
+    for grid in dict.fromkeys(row.cell.grid for row in result.rows):
+        lines = [_line(row) for row in result.rows if row.cell.grid == grid and row.ms is not None]
+        if lines:
+            console.print_table(f"linear, {grid}: {machine}", list(_COLUMNS), lines, texts=3)
+    for row in result.rows:
         if row.note:
-            console.print_line(f"REFUSED {row.contestant} on {row.shape}: {row.note}")
+            word = "REFUSED " if row.is_refused else "" if row.ms is not None else "Not timed: "
+            console.print_line(f"{word}{row.contestant} on {row.cell}, {row.direction}: {row.note}")
     for name, why in missing.items():
         console.print_line(f"Not in the table: {name}: {why}.")
+    for name in result.left_out:
+        console.print_line(f"Left out: {name}.")
+
+
+def _line(row: Row) -> list[str]:
+    def show(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    tokens = row.cell.B * row.cell.M
+    name = f"{row.contestant} ({row.version})" if row.version else row.contestant
+    weight = None if row.extra_peak_bytes is None else row.extra_peak_bytes / tokens
+    spread = f"{min(row.rounds_ms):.3f}..{max(row.rounds_ms):.3f}"
+    return [
+        str(row.cell), name, row.direction, show(row.ms, 3), spread, show(row.x_ours, 2),
+        show(row.tflops, 2), show(row.gbps, 0), show(weight, 0), show(row.first_call_s, 1),
+    ]  # fmt: skip

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core.mask import Mask, raise_mask
+from ..core.observed import is_observed
 from ..core.shapes import accumulator_of
 from .choice import torch_wants_determinism
 from .ops import (
@@ -196,7 +197,7 @@ def key_of(
         return None, ()
     form = mask.form if isinstance(mask, Mask) else None
     device = q.device
-    if form is None or device.type == "meta" or _is_observed():
+    if form is None or device.type == "meta" or is_observed():
         return None, ()
     mask_key, tensors = form
     place_key: tuple[Any, ...] | None = ()
@@ -262,17 +263,6 @@ def longest_of(placement: dict[str, Any]) -> list[int]:
     """`Arguments.max_seqlens`."""
     longest = [placement.get(name) for name in _LONGEST]
     return [-1 if x is None else x for x in longest]
-
-
-def _is_observed() -> bool:
-    """Whether something wants to see the registered op itself: a mode, a transform, a tangent, a
-    trace."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
 
 
 def find(key: tuple[Any, ...] | None) -> Warm | None:

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from ..core.case import Case
 from . import api
+from .choice import LARGEST_DIM
 from .inputs import Inputs
 from .reference import linear_reference
 from .transforms import l2_norm, log_gate, step_size
 
-# How often a product is rounded on its way into a result.
-_ROUNDINGS = 4.0
+# How often a product is rounded on its way into a result: when it is made and in the sums; and
+# where there are gates its decay is, as a sum of gates and as their power.
+_ROUNDINGS, _DECAY_ROUNDINGS = 2.0, 2.0
 
 
 def run(case: Case, tensors: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
@@ -35,8 +37,9 @@ def eager(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def takes(case: Case, backend: str) -> bool:
-    """Whether a backend does what a case asks for: each does."""
-    return True
+    """Whether a backend does what a case asks for, given its device and dtype."""
+    widest = max(case.tensors[name].shape[-1] for name in "qv")
+    return backend != "triton" or widest <= LARGEST_DIM
 
 
 def floors(
@@ -44,8 +47,8 @@ def floors(
 ) -> dict[str, float]:
     """The fp32 rounding of what cancels in each gradient, from fp64 tensors.
 
-    Every result is a sum of products, and each is rounded several times, on its own and in the
-    sums it passes. That adds up like a random walk: eps times the root of the sum of the products'
+    Every result is a sum of products, and each is rounded on its own, in the sums it passes and in
+    its decay. That adds up like a random walk: eps times the root of the sum of the products'
     squares, which the recurrence of the squared tensors gives with its own gradients, without the
     delta rule's feedback.
     """
@@ -78,7 +81,8 @@ def floors(
     if case.options.get("qk_l2norm"):
         for name in ("q", "k"):
             roots[name] /= float(tensors[name].norm(dim=-1).min())
-    return {name: _ROUNDINGS * eps * root for name, root in roots.items()}
+    roundings = _ROUNDINGS + (_DECAY_ROUNDINGS if inputs.g is not None else 0.0)
+    return {name: roundings * eps * root for name, root in roots.items()}
 
 
 def _prepared(case: Case, tensors: dict[str, Tensor]) -> Inputs:

@@ -1,6 +1,7 @@
 """Decoding: a few new steps per sequence on states that stay in a pool.
 
-The recurrence step by step, in place, for one token or a few (speculative decoding); plain torch.
+The recurrence step by step, in place, for one token or a few (speculative decoding). On a GPU
+nothing is read on the host, so a call can stand in a CUDA graph whose slots change between replays.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.backends import check_backend_name, triton_problem
 from ..core.shapes import (
     accumulator_of,
     check_same_device,
@@ -17,10 +19,13 @@ from ..core.shapes import (
     check_shapes,
     is_read,
 )
+from . import choice
 from .checks import check_heads, check_scale
 from .inputs import Inputs
 from .ops import library
 from .reference import recurrence
+
+BACKENDS = ("tiled", "triton")
 
 
 def decode(
@@ -34,6 +39,7 @@ def decode(
     g: Tensor | None = None,
     beta: Tensor | None = None,
     scale: float | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """New steps of any op of the family, on states in a pool that is updated in place.
 
@@ -50,30 +56,45 @@ def decode(
             elsewhere with TILEWISE_CHECK=1.
         g: log decay, `[B, M, H]` or `[B, M, H, D]`; beta: `[B, M, H]`. None for an op without.
         scale: multiplies out; `D ** -0.5` when None.
+        backend: "auto", "triton", "tiled" (plain torch, which reads the slots on the host).
     Returns: `[B, M, H, E]` in v's dtype. No gradients: train with the ops.
-    Raises: ValueError for arguments that do not fit.
+    Raises: ValueError for arguments that do not fit. On a GPU slots are not read on the host
+        unless TILEWISE_CHECK=1, and one past the pool's end counts as negative.
     Cost: the state is read once and written once a call, `2 B H D E` numbers.
     Deterministic: always. A sequence's result does not depend on which others are in the batch.
     Source: the recurrence of the ops; the oracle is `tilewise.linear.reference.recurrence`.
     """
     _check(q, k, v, pool, slots, write_slots, g, beta)
     scale = check_scale("decode", scale, q.shape[-1])
+    check_backend_name("decode", backend, BACKENDS)
+    problem = triton_problem(q.device)
+    if backend == "triton" and problem:
+        raise NotImplementedError(f"decode: backend 'triton' {problem}; use backend='tiled'.")
+    name = backend
+    if backend == "auto":
+        is_left = problem or not choice.AUTO_TAKES_TRITON or q.device.type == "cpu"
+        name = "tiled" if is_left else "triton"
     with torch.no_grad():
         out: Tensor = torch.ops.tilewise.linear_decode(
             pool, q, k, v, g, beta, slots, slots if write_slots is None else write_slots, scale,
+            name,
         )  # fmt: skip
     return out
 
 
 library.define(
     "linear_decode(Tensor(a!) pool, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
-    "Tensor slots, Tensor write_slots, float scale) -> Tensor"
+    "Tensor slots, Tensor write_slots, float scale, str backend) -> Tensor"
 )
 
 
 def _linear_decode(pool: Tensor, *arguments: Any) -> Tensor:
-    q, k, v, g, beta, slots, write_slots, scale = arguments
+    q, k, v, g, beta, slots, write_slots, scale, backend = arguments
     inputs = Inputs(q, k, v, g, beta, None, None, scale)
+    if backend == "triton":
+        from .triton_decode import linear_decode
+
+        return linear_decode(pool, inputs, slots, write_slots)
     return _decode_tiled(pool, inputs, slots.long(), write_slots.long())
 
 
@@ -140,9 +161,7 @@ def _check(
         x = given[name]
         if x.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{op}: {name} must be int32 or int64, got {x.dtype}.")
-        # The op reads its slots on the host in any case.
-        is_eager = not torch.compiler.is_compiling()
-        if is_eager and x.numel() and int(x.max()) >= dims["P"]:
+        if is_read(x) and x.numel() and int(x.max()) >= dims["P"]:
             raise ValueError(
                 f"{op}: {name} must lie below the pool's {dims['P']} slots, got {int(x.max())}."
             )

@@ -30,7 +30,12 @@ def linear_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def linear_eager(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The same with the state in fp32, and every product of numbers in the inputs' dtype, rounded
-    to it."""
+    to it.
+
+    The state is rounded where it is an operand, since such a product has both of that dtype. This
+    widens the budget of 16-bit results by less than a tenth. The gradient of the initial state has
+    no other rounding in this form; in chunks it has that of the output's gradient.
+    """
     dtype, wide = inputs.q.dtype, accumulator_of(inputs.q.dtype)
     out, state = _run(inputs.map(lambda x: x.to(wide)), lambda x: x.to(dtype).to(wide))
     return out.to(dtype), state

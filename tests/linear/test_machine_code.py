@@ -6,12 +6,16 @@ import struct
 
 import pytest
 
-from tests.compile.machine_code import misuses_stack_pointer
+from tilewise.linear.machine_code import loses_an_operand
 
 PUSH = 0xFFFFFFC001017836, 0x001FE20000000000  # VIADD R1, R1, -0x40
 SUM = 0x0000003F1C1C7810, 0x000FC80007F1E0FF  # IADD3 R28, P0, R28, 0x3f, RZ
 DESCRIPTOR = 0x00000001011C7810, 0x000FC80007F1E0FF  # IADD3 R28, P0, R1, 0x1, RZ
 UPPER_HALF = 0xC0000010011D7810, 0x000FC800007FE4FF  # IADD3.X R29, R1, -0x3ffffff0, RZ, P0, !PT
+SHIFT = 0x000000043F187899, 0x000FE40008011618  # USHF.R.U32.HI UR24, URZ, 0x4, UR24
+UNIFORM_SUM = 0x0000004018187890, 0x000FC8000FF1E03F  # UIADD3 UR24, UP0, UR24, 0x40, URZ
+LOAD = 0x0000820000247AB9, 0x000FE20000000A00  # ULDC.64 UR36, c[0x0][0x208]
+WIDE_SUM = 0x0000000224187897, 0x000FE4000FFFE03F  # UIADD3.64 UR24, UR36, 0x2, URZ
 
 
 def elf(section: str, *instructions: tuple[int, int]) -> bytes:
@@ -37,7 +41,15 @@ def elf(section: str, *instructions: tuple[int, int]) -> bytes:
 
 @pytest.mark.parametrize("wrong", [DESCRIPTOR, UPPER_HALF])
 def test_an_operand_that_stands_at_the_stack_pointer_is_found(wrong: tuple[int, int]) -> None:
-    assert misuses_stack_pointer(elf(".text.kernel", PUSH, SUM, wrong))
-    assert not misuses_stack_pointer(elf(".text.kernel", PUSH, SUM))
+    assert loses_an_operand(elf(".text.kernel", PUSH, SUM, wrong))
+    assert not loses_an_operand(elf(".text.kernel", PUSH, SUM))
     # Data may look like anything.
-    assert not misuses_stack_pointer(elf(".nv.constant0", wrong))
+    assert not loses_an_operand(elf(".nv.constant0", wrong))
+
+
+def test_a_uniform_register_must_be_written_before_it_is_added_to() -> None:
+    assert loses_an_operand(elf(".text.kernel", PUSH, UNIFORM_SUM))
+    assert not loses_an_operand(elf(".text.kernel", PUSH, SHIFT, UNIFORM_SUM))
+    assert loses_an_operand(elf(".text.kernel", UNIFORM_SUM, SHIFT))
+    assert loses_an_operand(elf(".text.kernel", WIDE_SUM))
+    assert not loses_an_operand(elf(".text.kernel", LOAD, WIDE_SUM, UNIFORM_SUM))

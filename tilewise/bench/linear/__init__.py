@@ -1,0 +1,1 @@
+"""The bench of linear attention: its cells, its contestants and one run of them."""

@@ -1,0 +1,89 @@
+"""Tile sizes of the stages, by table: dtype, dims, gate and GPU; never by length."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.launch import Config
+
+# Longer chunks cost more within, shorter ones more between.
+CHUNK = 64
+# So few that no product is of Hopper's warp groups, which ptxas 12.8 may get wrong: see
+# `machine_code.py`.
+FEW_WARPS = 2
+# In fp32 a product is six: fewer steps, so that less is held.
+FP32_CHUNK = 32
+# With 227 KiB of shared memory.
+_LARGE_SHARED = ("sm_90", "sm_100", "sm_103")
+
+
+class Key(NamedTuple):
+    """What a configuration depends on."""
+
+    dtype: torch.dtype
+    D: int
+    E: int
+    gate: int
+    has_delta: bool
+    architecture: str
+
+
+class StageConfig(NamedTuple):
+    """chunk: its steps. block_d, block_e: of a chunk's own stages; gradients_d: of the last one.
+    slice_e: of the passes over states."""
+
+    chunk: int
+    block_d: int
+    block_e: int
+    gradients_d: int
+    prepare: Config
+    pairs: Config
+    gradients: Config
+    slice_e: int
+    states: Config
+
+
+def power_of_two(x: int) -> int:
+    """The next power of two, 16 at least."""
+    return max(16, 1 << (x - 1).bit_length())
+
+
+def stage_config(key: Key) -> StageConfig:
+    if key.dtype == torch.float32:
+        alone = Config(FP32_CHUNK, FP32_CHUNK, FEW_WARPS, 1)
+        block_d, block_e = (min(32, power_of_two(x)) for x in (key.D, key.E))
+        states = Config(FP32_CHUNK, 16, FEW_WARPS, 1)
+        return StageConfig(FP32_CHUNK, block_d, block_e, block_d, alone, alone, alone, 16, states)
+    full = power_of_two(key.D)
+    if full > 128:
+        return _wide_config(key)
+    block_d, block_e = (min(64, power_of_two(x)) for x in (key.D, key.E))
+    prepare = alone = gradients = Config(CHUNK, CHUNK, 4, 1)
+    if key.gate == 2:
+        block_d = min(32, block_d)
+        # The ladder's forward sees a product transposed, which Hopper's warp groups may not (see
+        # `kernels/README.md`); its backward has tiles of 32 rows, which are none of theirs.
+        prepare, gradients = Config(CHUNK, CHUNK, FEW_WARPS, 1), Config(CHUNK, CHUNK, 8, 1)
+    # Slices of as many columns as keep the GPU's multiprocessors busy: of 64 on eight warps take
+    # longer where there are few heads (H200, 2026-11-30).
+    has_room = key.architecture in _LARGE_SHARED
+    slice_e = min(32, power_of_two(key.E))
+    warps = 4 if slice_e == 32 else FEW_WARPS
+    # The next chunk's tiles are on their way while one is worked on, where both fit: of the three
+    # sets, one is being read by products. With two, loads would begin when a chunk is done.
+    stages = 1 if not has_room else 2 if key.gate == 2 and key.has_delta else 3
+    states = Config(CHUNK, slice_e, warps, stages)
+    return StageConfig(
+        CHUNK, block_d, block_e, block_d, prepare, alone, gradients, slice_e, states
+    )  # fmt: skip
+
+
+def _wide_config(key: Key) -> StageConfig:
+    """Of more than 128 dims. On Hopper's warp groups a kernel read out of bounds (D 256, E 60,
+    H200, Triton 3.6, 2026-11-30; cause unknown)."""
+    few = Config(CHUNK, CHUNK, FEW_WARPS, 1)
+    block_e = min(64, power_of_two(key.E))
+    states = Config(CHUNK, 16, FEW_WARPS, 1)
+    return StageConfig(CHUNK, 32, block_e, 16, few, few, few, 16, states)

@@ -1,0 +1,126 @@
+"""Decays within a chunk, from sums of log gates over the steps between.
+
+A sum is never the difference of two longer ones: it is a product of the gates with a matrix of 0
+and 1, or a running sum from where it begins. So no exponent is above 0 where no gate is, a strong
+gate costs its neighbours no accuracy, and the gradient of a gate adds up what passed it, with the
+same matrix transposed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .structs import HIGHEST_LOG2, LOG2_E, LOWEST_LOG2
+from .tiles import load_columns, load_numbers, load_rows, sum_dot
+
+
+@triton.jit
+def load_scalar_gate(g, row, first, count, head, CHUNK: tl.constexpr):
+    """Log2 gates `[C]`."""
+    return tl.maximum(load_numbers(g, row, first, count, head, CHUNK) * LOG2_E, LOWEST_LOG2)
+
+
+@triton.jit
+def load_vector_gate(
+    g, row, first, count, head, d0,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Log2 gates `[C, WIDTH]`."""
+    tile = load_rows(g, row, first, count, head, d0, CHUNK, WIDTH, DIM).to(tl.float32)
+    return tl.maximum(tile * LOG2_E, LOWEST_LOG2)
+
+
+@triton.jit
+def load_gate_columns(
+    g, row, first, count, head, d0,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """The same, transposed: `[WIDTH, C]`."""
+    tile = load_columns(g, row, first, count, head, d0, CHUNK, WIDTH, DIM).to(tl.float32)
+    return tl.maximum(tile * LOG2_E, LOWEST_LOG2)
+
+
+@triton.jit
+def up_to(CHUNK: tl.constexpr, BEFORE: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """`[i, l]`: 1 where step l is at or before i; with BEFORE, where l is after i; or `[l, i]`."""
+    if TRANSPOSED:
+        i, step = tl.arange(0, CHUNK)[None, :], tl.arange(0, CHUNK)[:, None]
+    else:
+        i, step = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    if BEFORE:
+        return (step > i).to(tl.float32)
+    else:
+        return (step <= i).to(tl.float32)
+
+
+@triton.jit
+def decay_of(exponent):
+    return tl.exp2(tl.minimum(exponent, HIGHEST_LOG2))
+
+
+@triton.jit
+def scalar_decays(gate, g, row, first, count, head, CHUNK: tl.constexpr):
+    """From the chunk's start to each step, from each step to the end, and over the whole chunk."""
+    after = load_scalar_gate(gate, row, first + 1, count - 1, head, CHUNK)
+    left = tl.cumsum(after, 0, reverse=True)
+    return decay_of(tl.cumsum(g, 0)), decay_of(left), decay_of(tl.sum(g, 0))
+
+
+@triton.jit
+def vector_decays(g, CHUNK: tl.constexpr, BUILD: tl.constexpr):
+    reached = sum_dot(up_to(CHUNK, False, False), g, BUILD)
+    left = sum_dot(up_to(CHUNK, True, False), g, BUILD)
+    return decay_of(reached), decay_of(left), decay_of(tl.sum(g, 0))
+
+
+@triton.jit
+def pair_decay(g, CHUNK: tl.constexpr, BUILD: tl.constexpr):
+    """`[i, j]`: a scalar gate's decay from step j to step i, 0 for j > i."""
+    row, col = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    sums = sum_dot(up_to(CHUNK, False, False), tl.where(row > col, g[:, None], 0.0), BUILD)
+    return tl.where(row >= col, decay_of(sums), 0.0)
+
+
+@triton.jit
+def rung(n, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """`[i, l]` of the n-th rung of the ladder: which gates stand between step i and the border that
+    two neighbouring blocks of 2^n steps share; or `[l, i]`.
+
+    The border is the first step of the second block: its gates after that, up to i, and the first
+    block's after i, up to that. What passes between the two is the product of both.
+    """
+    if TRANSPOSED:
+        i, step = tl.arange(0, CHUNK)[None, :], tl.arange(0, CHUNK)[:, None]
+    else:
+        i, step = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    border = (((i >> n) | 1) << n).to(tl.int32)
+    low, high = tl.minimum(i, border), tl.maximum(i, border)
+    return ((step > low) & (step <= high)).to(tl.float32)
+
+
+@triton.jit
+def from_middle(CHUNK: tl.constexpr):
+    """`[i, l]`: which gates stand between the middle of step i's block of 16 and the step: 1 those
+    before it, -1 those after it."""
+    i, step = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    middle = ((i >> 4) << 4) + 8
+    after = ((step > middle) & (step <= i)).to(tl.float32)
+    return after - ((step > i) & (step <= middle)).to(tl.float32)
+
+
+@triton.jit
+def rung_pairs(n, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """`[i, j]` bool: i in a second block of 2^n steps, j in the first of the two; or `[j, i]`."""
+    if TRANSPOSED:
+        i, j = tl.arange(0, CHUNK)[None, :], tl.arange(0, CHUNK)[:, None]
+    else:
+        i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    # The blocks' numbers differ in the last bit alone, and j's is 0.
+    return (((i >> n) ^ (j >> n)) == 1) & (j < i)
+
+
+@triton.constexpr_function
+def rungs(chunk):
+    """How many there are: blocks of 1, 2, 4, ... steps up to half a chunk."""
+    return chunk.bit_length() - 1
