@@ -57,11 +57,11 @@ def test_the_forward_compiles_and_fits(forward_variant, record_property):
 
 
 # Of a consumer: the first products, two in the loop and for the first block, the last dQ, dK and dV.
-# Where dQ is not added up, S, three in the loop, dK and dV; of wide heads the first product and two in
-# the loop; where dQ has its owners one more.
+# Where dQ is not added up, S, three in the loop, dK and dV; of wide heads the first product and two
+# in the loop; where dQ has its owners one more.
 WAITS_OF_KEYS = {(BACKWARD, True): 7, (BACKWARD, False): 5, (f"{BACKWARD}_wide", False): 3}
 WAITS_OF_QUERIES = 4
-# Where a third group adds up dQ: its own; of a consumer the first products, two, and the last sums.
+# Where a third group adds up dQ: its own; of a consumer the first products, two, the last sums.
 WAITS_OF_GROUPS = 1 + 2 * 4
 
 
