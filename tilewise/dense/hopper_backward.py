@@ -5,28 +5,30 @@ Dims: a program owns 128 keys of one kv head, 64 to each of two consumer warp gr
 Grid: one program for every tile of keys and kv head.
 Math: as in `triton_backward.py`. S^T and dP^T `[keys, rows]` are computed transposed, so that P^T
     and dS^T are left operands of dV and dK straight from registers. dQ of a block needs the dS of
-    all keys: both consumers put theirs in shared memory, each multiplies it by half of K's columns,
-    and TMA adds the result to an fp32 buffer in device memory (see `hopper_rows.py` for its order).
+    all keys: both consumers put theirs in shared memory, where it is multiplied by K, and TMA adds
+    the result to an fp32 buffer in device memory (see `hopper_rows.py` for its order).
     Without `has_dq` it is left to `hopper_query_backward.py`, and two products are made twice.
 Deterministic: dK and dV are; dQ is not, since programs add to it in any order.
 Units: scores in log2 units.
 
-Roles. One producer warp copies by TMA. A consumer's iteration: dP^T on its way; P; dV on its way;
-dS to shared memory; dK on its way; dQ on its way once both have stored dS; S^T of the next block on
-its way, so that it runs while dQ leaves; dQ to shared memory and off.
+Roles. One producer warp copies by TMA, two consumer warp groups multiply. Whose dQ is depends on
+the registers that a consumer's sums leave:
 
-With `has_queries` dQ is a third group's: there the consumers' sums leave it registers enough. It
-multiplies all of dS by all of K, reads dS once, not twice, and nobody waits for dQ. So consumers
-need not keep step: P and dS of a block are made from S^T and dP^T that are there, then all products
-of the consumer are on their way at once, S^T and dP^T of the next block among them, and one
-consumer multiplies while the other is at its exponents. They take turns at that. Barriers:
+Head dims up to 64 (`has_queries`): a third group's. A consumer's iteration: dP^T on its way; P; dV
+    on its way; dS to shared memory; dK on its way, and S^T of the next block. The third group
+    multiplies all of dS by all of K, so dS is read once, and nobody waits for dQ.
+Up to 128: the consumers', half of K's columns each. So that none waits for the other's dS, dQ is of
+    the block before. A consumer's iteration: P and dS from S^T and dP^T that are there; dV, dK and
+    dQ on their way; then S^T and dP^T of the next block, while dQ leaves. They take turns, so that
+    one multiplies while the other is at its exponents.
+Without `has_dq`: as the first, and there is no dQ.
+
+Barriers:
     keys_full: K and V have arrived.
     q_full, do_full [slot]: a block's rows have arrived; with Q come lse and delta.
     empty [slot]: both consumers are done with a block. The producer sends one Q more than there
         are blocks, for the S^T that nobody uses.
-    ds_full [half]: both consumers have stored dS. Two halves take turns: who stores dS of block
-        j + 2 has seen the other's dS of j + 1, which comes after its dQ of j.
-    ds_free [half]: the third group has read it, if there is one.
+    ds_full, ds_free [place]: both consumers have stored dS; whoever makes dQ has read it.
     keys_free: all are done with K, so that dK may be staged there; V is read by its owner alone.
 """
 
@@ -72,12 +74,16 @@ from .hopper_products import (
 
 BLOCK_N = gl.constexpr(128)
 _N_CONSUMERS = gl.constexpr(2)
-# dS of blocks in shared memory.
-DS_SLOTS = gl.constexpr(3)
 # Of both, for barriers between them.
 _THREADS = gl.constexpr(256)
 # A row of the buffer that dQ is added up in.
 BUFFER_COLUMNS = gl.constexpr(256)
+
+
+@gluon.constexpr_function
+def ds_places(build):
+    """How many blocks' dS shared memory holds: that of a block late stays a while longer."""
+    return 2 if build.has_queries else 3
 
 
 class Memory(NamedTuple):
@@ -131,38 +137,27 @@ def _mma_partition(
     mbarrier.wait(memory.q_full.index(0), 0)
     s = issue_product(k_own, memory.q, 0, DIM)
     head, i = 0, 0
-    if BUILD.has_dq:
+    if BUILD.has_dq and not BUILD.has_queries:
         if ID == 1:
             _pass_turn(ID)
         mbarrier.wait(memory.do_full.index(0), 0)
         dp = issue_product(v_own, memory.dout, 0, VALUE_DIM)
         s, dp = warpgroup_mma_wait(0, [s, dp])
-        start, before = 0, 0
-        if not BUILD.has_queries:
-            # There is no dS before the first block's.
-            s, dp, dk, dv = _visit_in_turn(
-                s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, 0, head, i, before,
-                True, ID, BUILD,
-            )  # fmt: skip
-            before = number_of(work, head, i)
-            head, i = next_block(work, head, i)
-            start = 1
-        for j in range(start, work.n_all):
+        # There is no dS before the first block's.
+        s, dp, dk, dv = _visit_in_turn(
+            s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, 0, head, i, 0, True, ID,
+            BUILD,
+        )  # fmt: skip
+        before = number_of(work, head, i)
+        head, i = next_block(work, head, i)
+        for j in range(1, work.n_all):
             s, dp, dk, dv = _visit_in_turn(
                 s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i, before,
                 False, ID, BUILD,
             )  # fmt: skip
             before = number_of(work, head, i)
             head, i = next_block(work, head, i)
-        if not BUILD.has_queries:
-            COLUMNS: gl.constexpr = BUILD.dq_columns
-            last = work.n_all - 1
-            mbarrier.wait(memory.ds_full.index(last % DS_SLOTS), (last // DS_SLOTS) & 1)
-            dq = _issue_dq(memory, last % DS_SLOTS, 0, ID * COLUMNS, COLUMNS, DIM)
-            dq = warpgroup_mma_wait(0, [dq])
-            tma_store_wait(0)
-            sync_partition()
-            _send_dq(descs, memory, dq, before, ID, BUILD)
+        _add_last_dq(descs, memory, work.n_all - 1, before, ID, BUILD)
         # The turn that nobody takes.
         if ID == 0:
             _take_turn(ID)
@@ -199,7 +194,8 @@ def _visit(
     s, dk, dv, k_own, v_own, memory, call, tile, work, j, head, i,
     ID: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows without dQ. s: its scores. Returns: the scores of the next one, dk, dv."""
+    """One block of rows; dQ is somebody else's. s: its scores. Returns: the scores of the next one,
+    dk, dv."""
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
     DTYPE: gl.constexpr = memory.q.dtype
@@ -219,6 +215,8 @@ def _visit(
     delta = load_columns(of_rows, BLOCK_M, BLOCK_M, COLUMN)
     dp = warpgroup_mma_wait(1, [dp])
     ds = (p_inner * (dp - delta[None, :])).to(DTYPE)
+    if BUILD.has_queries:
+        _share_ds(memory, ds, j, ID, BUILD)
     left = gl.convert_layout(ds, left_operand(DIM))
     dk = warpgroup_mma(left, tile_at(memory.q, slot, BLOCK_M, DIM), dk, is_async=True)
     next_slot = (j + 1) % BUILD.slots
@@ -233,19 +231,28 @@ def _visit(
 
 
 @gluon.jit
+def _share_ds(memory, ds, j, ID: gl.constexpr, BUILD: gl.constexpr):
+    """A consumer's dS of block j into shared memory, for dQ."""
+    PLACES: gl.constexpr = ds_places(BUILD)
+    place = j % PLACES
+    mbarrier.wait(memory.ds_free.index(place), ((j // PLACES) & 1) ^ 1)
+    memory.ds.index(place * _N_CONSUMERS + ID).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(memory.ds_full.index(place), count=1)
+
+
+@gluon.jit
 def _visit_in_turn(
     s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i, before,
     IS_FIRST: gl.constexpr, ID: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows, and dQ of the one before it unless that is the third group's. s, dp: the
-    block's scores and dP^T. before: the number of the one before. Returns: scores and dP^T of the
-    next one, dk, dv."""
+    """One block of rows, and dQ of the one before it. s, dp: the block's scores and dP^T. before:
+    the number of the one before. Returns: scores and dP^T of the next one, dk, dv."""
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
     DTYPE: gl.constexpr = memory.q.dtype
     COLUMN: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_M))
-    ADDS: gl.constexpr = not BUILD.has_queries
-    slot, place, zero = j % BUILD.slots, j % DS_SLOTS, j >> 30
+    slot, zero = j % BUILD.slots, j >> 30
     if not BUILD.keeps_values:
         v_own = _own_keys(memory.v, zero, ID, VALUE_DIM, False)
     if not BUILD.keeps_keys:
@@ -255,57 +262,54 @@ def _visit_in_turn(
     p, p_inner = probabilities(s, lse, call, tile, work, head, i, ID, BUILD)
     delta = load_columns(of_rows, BLOCK_M, BLOCK_M, COLUMN)
     ds = (p_inner * (dp - delta[None, :])).to(DTYPE)
-    mbarrier.wait(memory.ds_free.index(place), ((j // DS_SLOTS) & 1) ^ 1)
-    memory.ds.index(place * _N_CONSUMERS + ID).store(ds)
-    fence_async_shared()
-    if ADDS:
-        # What dQ left by has been read; and a barrier of the warp group for the store above.
-        tma_store_wait(0)
-    mbarrier.arrive(memory.ds_full.index(place), count=1)
-    next_slot, next_phase = (j + 1) % BUILD.slots, ((j + 1) // BUILD.slots) & 1
+    # What dQ left by has been read.
+    tma_store_wait(0)
+    _share_ds(memory, ds, j, ID, BUILD)
     p_left = gl.convert_layout(p.to(DTYPE), left_operand(VALUE_DIM))
     ds_left = gl.convert_layout(ds, left_operand(DIM))
-    dout, q = tile_at(memory.dout, slot, BLOCK_M, VALUE_DIM), tile_at(memory.q, slot, BLOCK_M, DIM)
-    if ADDS:
-        # Of the block before; an accumulator of this one's would be in flight around the loop.
-        last = (j + DS_SLOTS - 1) % DS_SLOTS
-        if not IS_FIRST:
-            mbarrier.wait(memory.ds_full.index(last), ((j - 1) // DS_SLOTS) & 1)
-        _take_turn(ID)
-        dv = warpgroup_mma(p_left, dout, dv, is_async=True)
-        dk = warpgroup_mma(ds_left, q, dk, is_async=True)
-        COLUMNS: gl.constexpr = BUILD.dq_columns
-        if IS_FIRST:
-            _pass_turn(ID)
-            dk, dv = warpgroup_mma_wait(0, [dk, dv])
-        else:
-            dq = _issue_dq(memory, last, zero, ID * COLUMNS, COLUMNS, DIM)
-            _pass_turn(ID)
-            dk, dv, dq = warpgroup_mma_wait(0, [dk, dv, dq])
-            mbarrier.arrive(memory.ds_free.index(last), count=1)
-        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
-        mbarrier.arrive(memory.empty.index(slot), count=1)
-        mbarrier.wait(memory.q_full.index(next_slot), next_phase)
-        s = issue_product(k_own, memory.q, next_slot, DIM)
-        # Before dP, for which there would be no registers.
-        if not IS_FIRST:
-            _send_dq(descs, memory, dq, before, ID, BUILD)
-        mbarrier.wait(memory.do_full.index(next_slot), next_phase)
-        dp = issue_product(v_own, memory.dout, next_slot, VALUE_DIM)
-    else:
-        mbarrier.wait(memory.q_full.index(next_slot), next_phase)
-        mbarrier.wait(memory.do_full.index(next_slot), next_phase)
-        _take_turn(ID)
-        dv = warpgroup_mma(p_left, dout, dv, is_async=True)
-        dk = warpgroup_mma(ds_left, q, dk, is_async=True)
-        s = issue_product(k_own, memory.q, next_slot, DIM)
-        dp = issue_product(v_own, memory.dout, next_slot, VALUE_DIM)
+    PLACES: gl.constexpr = ds_places(BUILD)
+    last = j - 1
+    if not IS_FIRST:
+        mbarrier.wait(memory.ds_full.index(last % PLACES), (last // PLACES) & 1)
+    _take_turn(ID)
+    dv = warpgroup_mma(p_left, tile_at(memory.dout, slot, BLOCK_M, VALUE_DIM), dv, is_async=True)
+    dk = warpgroup_mma(ds_left, tile_at(memory.q, slot, BLOCK_M, DIM), dk, is_async=True)
+    if IS_FIRST:
         _pass_turn(ID)
-        dk, dv = warpgroup_mma_wait(2, [dk, dv])
-        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
-        mbarrier.arrive(memory.empty.index(slot), count=1)
+        dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    else:
+        # An accumulator in flight around the loop makes ptxas wait after every product, so it is
+        # the block before's.
+        COLUMNS: gl.constexpr = BUILD.dq_columns
+        dq = _issue_dq(memory, last % PLACES, zero, ID * COLUMNS, COLUMNS, DIM)
+        _pass_turn(ID)
+        dk, dv, dq = warpgroup_mma_wait(0, [dk, dv, dq])
+        mbarrier.arrive(memory.ds_free.index(last % PLACES), count=1)
+    dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+    mbarrier.arrive(memory.empty.index(slot), count=1)
+    next_slot, next_phase = (j + 1) % BUILD.slots, ((j + 1) // BUILD.slots) & 1
+    mbarrier.wait(memory.q_full.index(next_slot), next_phase)
+    s = issue_product(k_own, memory.q, next_slot, DIM)
+    # Before dP, which takes the registers.
+    if not IS_FIRST:
+        _send_dq(descs, memory, dq, before, ID, BUILD)
+    mbarrier.wait(memory.do_full.index(next_slot), next_phase)
+    dp = issue_product(v_own, memory.dout, next_slot, VALUE_DIM)
     s, dp = warpgroup_mma_wait(0, [s, dp])
     return s, dp, dk, dv
+
+
+@gluon.jit
+def _add_last_dq(descs, memory, last, number, ID: gl.constexpr, BUILD: gl.constexpr):
+    """dQ of the last block, `last` in the program's count."""
+    COLUMNS: gl.constexpr = BUILD.dq_columns
+    PLACES: gl.constexpr = ds_places(BUILD)
+    mbarrier.wait(memory.ds_full.index(last % PLACES), (last // PLACES) & 1)
+    dq = _issue_dq(memory, last % PLACES, 0, ID * COLUMNS, COLUMNS, BUILD.dim)
+    dq = warpgroup_mma_wait(0, [dq])
+    tma_store_wait(0)
+    sync_partition()
+    _send_dq(descs, memory, dq, number, ID, BUILD)
 
 
 @gluon.jit
@@ -348,12 +352,13 @@ def _issue_dq(
 def _query_partition(descs, memory, call, tile, BUILD: gl.constexpr):
     """dQ of block after block, added to the buffer. Two places to leave by take turns."""
     DIM: gl.constexpr = BUILD.dim
+    PLACES: gl.constexpr = ds_places(BUILD)
     work = find_work(call, tile, BUILD)
     mbarrier.wait(memory.keys_full.index(0), 0)
     head, i = 0, 0
     for j in range(work.n_all):
-        place, half = j % DS_SLOTS, j & 1
-        mbarrier.wait(memory.ds_full.index(place), (j // DS_SLOTS) & 1)
+        place, half = j % PLACES, j & 1
+        mbarrier.wait(memory.ds_full.index(place), (j // PLACES) & 1)
         dq = _issue_dq(memory, place, j >> 30, 0, DIM, DIM)
         dq = warpgroup_mma_wait(0, [dq])
         # Of the block before the last, dQ has been read.
@@ -400,10 +405,11 @@ def _attention_bwd_hopper_kernel(
     )
     rows = gl.allocate_shared_memory(gl.float32, [SLOTS, 2 * BLOCK_M], rows_desc.layout)
     HAS_QUERIES: gl.constexpr = BUILD.has_queries
+    PLACES: gl.constexpr = ds_places(BUILD)
     ds, dq = None, None
     if HAS_DQ:
         DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
-        ds = gl.allocate_shared_memory(q_desc.dtype, [DS_SLOTS * _N_CONSUMERS, ROWS, BLOCK_M], DS)
+        ds = gl.allocate_shared_memory(q_desc.dtype, [PLACES * _N_CONSUMERS, ROWS, BLOCK_M], DS)
         dq = gl.allocate_shared_memory(
             gl.float32, [2, ROWS * COLUMNS // BUFFER_COLUMNS, BUFFER_COLUMNS], dq_desc.layout
         )
@@ -412,8 +418,8 @@ def _attention_bwd_hopper_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [DS_SLOTS, 1], BARRIER)
-    ds_free = gl.allocate_shared_memory(gl.int64, [DS_SLOTS, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
+    ds_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
     landing = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     mbarrier.init(keys_full.index(0), count=1)
     N_READERS: gl.constexpr = _N_CONSUMERS + 1 if HAS_QUERIES else _N_CONSUMERS
@@ -424,7 +430,7 @@ def _attention_bwd_hopper_kernel(
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=_N_CONSUMERS)
     N_FREEING: gl.constexpr = 1 if HAS_QUERIES else _N_CONSUMERS
-    for i in gl.static_range(DS_SLOTS):
+    for i in gl.static_range(PLACES):
         mbarrier.init(ds_full.index(i), count=_N_CONSUMERS)
         mbarrier.init(ds_free.index(i), count=N_FREEING)
     fence_async_shared()

@@ -88,9 +88,10 @@ def backward_config(dim: int, value_dim: int, *, has_dq: bool) -> BackwardConfig
     if width <= 64:
         if not has_dq:
             return BackwardConfig(launch, 3, True, True, False, False, registers)
-        # With V in registers too, ptxas puts all products one after the other.
+        # Of a third group 72: with 8 more or less of a consumer's, ptxas puts all products one
+        # after the other.
         most, _ = _THREE
-        return BackwardConfig(Config(64, 128, 4, 1, most), 3, True, False, True, True, (208, 24))
+        return BackwardConfig(Config(64, 128, 4, 1, most), 3, True, True, False, True, (208, 24))
     if width <= 128:
         return BackwardConfig(launch, 2, False, False, False, False, registers)
     return BackwardConfig(Config(64, 64, 4, 1, most), 2, False, False, True, False, registers)
