@@ -14,17 +14,24 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers import UNDER_TEST
 from tests.linear.test_equivalences import assert_same, draw, gradients, run
 from tilewise import linear
+from tilewise.core.backends import is_interpreted
 
 # Dynamo makes an autograd.Function of its own and trips over torch's advice against it.
 compiles = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 @compiles
+@pytest.mark.parametrize(
+    "backend", ["auto", pytest.param("triton", marks=pytest.mark.interpreter)]
+)
 @pytest.mark.parametrize("op", ["kda", "simple_gla"])
-def test_one_graph(op: str) -> None:
+def test_one_graph(op: str, backend: str) -> None:
+    if backend == "triton" and UNDER_TEST.device == "cpu" and not is_interpreted():
+        pytest.skip("Triton runs on a GPU, or interpreted")
     torch._dynamo.reset()
     x = draw(op, 1, 70)
     options: dict[str, Any] = {"qk_l2norm": True, "beta_sigmoid": True} if op == "kda" else {}
+    options["backend"] = backend
 
     def call(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         rest = {n: t for n, t in x.items() if n not in ("q", "k", "v")}

@@ -61,8 +61,12 @@ def _wants_interpreter() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
 
 
+@torch.compiler.assume_constant_result
 def triton_problem(device: torch.device) -> str:
-    """Why Triton's kernels cannot run on a device, as a verb phrase; empty where they can."""
+    """Why Triton's kernels cannot run on a device, as a verb phrase; empty where they can.
+
+    torch.compile asks once, while it traces: what is installed is nothing that it could trace.
+    """
     if device.type == "cpu" and not _wants_interpreter():
         return "needs a GPU, or TRITON_INTERPRET=1 to be interpreted on the CPU"
     if find_spec("triton") is None:
