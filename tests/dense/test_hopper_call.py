@@ -255,3 +255,29 @@ def test_a_warm_call_copies_what_the_first_had_to(launches: Records) -> None:
             assert all(all(s * 2 % 16 == 0 and s for s in a.strides[:-1]) for a in arguments[:3])
         assert seen[0] == seen[1] == seen[2] and not all(seen[0])
     assert len(warm._kept) == 3
+
+
+def test_a_warm_call_places_its_own_documents(
+    launches: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = qkv(N=300)
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a warm call was checked again")
+
+    for turn, edges in enumerate(([0, 2, 300], [0, 299, 300], [0, 2, 300])):
+        cu = torch.tensor(edges, dtype=torch.int32)
+        launches.clear()
+        out = tw.attention(*x, mask=tw.causal() & tw.documents(cu), backend="hopper")
+        # What is kept of the first call wrote one more.
+        del launches[2:]
+        assert names(launches) == ["place_documents", FORWARD]
+        table, given = launches[0][2][:2]
+        assert torch.equal(given, cu) and launches[1][2][7].place.table is table
+        launches.clear()
+        torch.autograd.grad(out, x, torch.zeros_like(out))
+        assert names(launches).count("place_documents") == 1 and len(launches) == 4
+        assert torch.equal(launches[0][2][1], cu)
+        if turn == 0:
+            monkeypatch.setattr("tilewise.dense.api.check_call", refuse)
+    assert len(warm._kept) == 1

@@ -12,6 +12,7 @@ import triton
 
 import tilewise as tw
 from tests.gpu.common import are_equal, attention, qkv, run
+from tilewise.kernels.launch import finish_ahead
 
 pytestmark = pytest.mark.gpu
 
@@ -37,3 +38,25 @@ def test_kernels_of_a_backward_compile_side_by_side(tmp_path: Path) -> None:
         again = run(lambda q, k, v: attention(q, k, v, mask=tw.causal()), leaves)
     assert not compiled
     assert are_equal(first, again)
+
+
+def test_a_backward_is_compiled_while_the_forward_is(tmp_path: Path) -> None:
+    compiled: dict[str, threading.Thread] = {}
+
+    def listen(src: Any, **_: Any) -> None:
+        compiled[src.fn.__name__] = threading.current_thread()
+
+    q, k, v = qkv(1, 200, 200, D=88, E=24, dtype=torch.float16)
+    with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        triton.knobs.compilation.listener = listen
+        out = tw.attention(q, k, v, mask=tw.causal(), backend="triton")
+        finish_ahead()
+        backward = {name for name in compiled if "_bwd_" in name}
+        assert {name.split("_bwd_")[1] for name in backward} == {
+            "delta_kernel", "keys_kernel", "rows_kernel"
+        }  # fmt: skip
+        assert all(compiled[name] is not threading.main_thread() for name in backward)
+        compiled.clear()
+        out.float().square().sum().backward()
+    assert not compiled
