@@ -21,9 +21,7 @@ compiles = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Depre
 
 
 @compiles
-@pytest.mark.parametrize(
-    "backend", ["auto", pytest.param("triton", marks=pytest.mark.interpreter)]
-)
+@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.interpreter)])
 @pytest.mark.parametrize("op", ["kda", "simple_gla"])
 def test_one_graph(op: str, backend: str) -> None:
     if backend == "triton" and UNDER_TEST.device == "cpu" and not is_interpreted():
