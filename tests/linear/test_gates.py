@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers import OPS as CATALOG
 from tests.helpers import UNDER_TEST
 from tests.linear.test_equivalences import run
 from tilewise.core.backends import is_interpreted
+from tilewise.linear.cases import Recipe, draw_case
 from tilewise.linear.inputs import Inputs
+from tilewise.report.verify import verify_case
 
 ON_GPU = UNDER_TEST.device == "cuda"
 pytestmark = [
@@ -123,3 +126,15 @@ def test_a_state_is_decayed_before_it_is_rounded(op: str) -> None:
     ):
         error = float((got.double() - exact).abs().max() / exact.abs().max())
         assert error < 3e-6, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("op", OPS if ON_GPU else OPS[1::2])
+def test_a_strong_first_gate_leaves_the_state_its_digits(op: str) -> None:
+    """e^-30 is no number of fp16, and all that reaches the initial state passes it."""
+    recipe = Recipe("first gate", (1, 150 if ON_GPU else 20, 1, 1, D, D), has_state=True)
+    device = torch.device(UNDER_TEST.device)
+    case = draw_case(f"linear.{op}", recipe, torch.float16, device, 3)
+    case.tensors["g"][:, ::64] = -30.0
+    reports = verify_case(CATALOG[case.op], case, "triton")
+    failed = [str(report) for report in reports if not report.is_within]
+    assert reports and not failed, "\n".join(failed)
