@@ -49,10 +49,11 @@ def exact_pairs(x: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """`sum_d x_id k_jd e^(g_(j+1)d + ... + g_id)` for j <= i, fp64 `[H, M, M]`, and the same sum of
     absolute terms. All `[M, H, D]`."""
     length = x.shape[0]
-    later = torch.ones(length, length).tril(-1).bool()[:, :, None, None]
+    ones = torch.ones(length, length, dtype=torch.bool, device=x.device)
+    later = ones.tril(-1)[:, :, None, None]
     # [i, j, H, D]
     between = torch.where(later, g.double()[:, None], 0.0).cumsum(0)
-    visible = torch.ones(length, length).tril().bool()[:, :, None, None]
+    visible = ones.tril()[:, :, None, None]
     terms = torch.where(visible, between.exp(), 0.0) * x.double()[:, None] * k.double()[None]
     return terms.sum(-1).permute(2, 0, 1), terms.abs().sum(-1).permute(2, 0, 1)
 

@@ -60,6 +60,9 @@ class Stub:
 
         monkeypatch.setattr(plan, "launch", launch)
         monkeypatch.setattr(plan, "relaunch", relaunch)
+        # Nothing is compiled, on a GPU neither.
+        monkeypatch.setattr(plan, "compile_together", lambda launches, device: None)
+        monkeypatch.setattr(plan.Plan, "_trusted", lambda self, x: x.config)
         monkeypatch.setattr(choice, "triton_problem", lambda device: "")
         monkeypatch.setattr(launching, "_gpu_architecture", lambda device: "sm_90")
 
