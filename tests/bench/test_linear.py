@@ -91,6 +91,26 @@ def test_a_cell_that_fails_is_a_row_and_the_others_run() -> None:
     assert late.left_out == [f"ops: {CELL}"] and not late.rows
 
 
+def test_every_row_is_stored_as_it_comes_and_first_calls_are_announced() -> None:
+    said: list[str] = []
+
+    class Watch(Silent):
+        def stage(self, title: str, steps: int) -> None:
+            said.append(title)
+
+    stored: list[list[float | None]] = []
+    known = find_contestants(CPU)[0][0], of_peer(ours)
+
+    def store(result: bench.Result) -> None:
+        stored.append([row.first_call_s and (row.ms or 0.0) for row in result.rows])
+
+    bench.run(make(*known), [CELL], Watch(), store=store)
+    assert [len(rows) for rows in stored[:4]] == [1, 2, 3, 4]
+    assert all(ms == 0.0 for rows in stored[:4] for ms in rows)
+    assert all(ms and ms > 0.0 for ms in stored[-1])
+    assert said[:2] == [f"ops: {CELL}, first calls of {name}" for name in (OURS, "peer")]
+
+
 def test_only_the_guard_of_the_peer_is_lifted() -> None:
     assert lift_guard(RuntimeError("out of memory")) == ""
     assert lift_guard(ValueError("produces incorrect results")) == ""

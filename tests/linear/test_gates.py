@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers import OPS as CATALOG
 from tests.helpers import UNDER_TEST
 from tests.linear.test_equivalences import run
 from tilewise.core.backends import is_interpreted
+from tilewise.linear.cases import Recipe, draw_case
 from tilewise.linear.inputs import Inputs
+from tilewise.report.verify import verify_case
 
 ON_GPU = UNDER_TEST.device == "cuda"
 pytestmark = [
@@ -46,10 +49,11 @@ def exact_pairs(x: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """`sum_d x_id k_jd e^(g_(j+1)d + ... + g_id)` for j <= i, fp64 `[H, M, M]`, and the same sum of
     absolute terms. All `[M, H, D]`."""
     length = x.shape[0]
-    later = torch.ones(length, length).tril(-1).bool()[:, :, None, None]
+    ones = torch.ones(length, length, dtype=torch.bool, device=x.device)
+    later = ones.tril(-1)[:, :, None, None]
     # [i, j, H, D]
     between = torch.where(later, g.double()[:, None], 0.0).cumsum(0)
-    visible = torch.ones(length, length).tril().bool()[:, :, None, None]
+    visible = ones.tril()[:, :, None, None]
     terms = torch.where(visible, between.exp(), 0.0) * x.double()[:, None] * k.double()[None]
     return terms.sum(-1).permute(2, 0, 1), terms.abs().sum(-1).permute(2, 0, 1)
 
@@ -123,3 +127,15 @@ def test_a_state_is_decayed_before_it_is_rounded(op: str) -> None:
     ):
         error = float((got.double() - exact).abs().max() / exact.abs().max())
         assert error < 3e-6, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("op", OPS if ON_GPU else OPS[1::2])
+def test_a_strong_first_gate_leaves_the_state_its_digits(op: str) -> None:
+    """e^-30 is no number of fp16, and all that reaches the initial state passes it."""
+    recipe = Recipe("first gate", (1, 150 if ON_GPU else 20, 1, 1, D, D), has_state=True)
+    device = torch.device(UNDER_TEST.device)
+    case = draw_case(f"linear.{op}", recipe, torch.float16, device, 3)
+    case.tensors["g"][:, ::64] = -30.0
+    reports = verify_case(CATALOG[case.op], case, "triton")
+    failed = [str(report) for report in reports if not report.is_within]
+    assert reports and not failed, "\n".join(failed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
+import torch
 
 from tilewise.linear.machine_code import loses_an_operand
 
@@ -53,3 +54,21 @@ def test_a_uniform_register_must_be_written_before_it_is_added_to() -> None:
     assert loses_an_operand(elf(".text.kernel", UNIFORM_SUM, SHIFT))
     assert loses_an_operand(elf(".text.kernel", WIDE_SUM))
     assert not loses_an_operand(elf(".text.kernel", LOAD, WIDE_SUM, UNIFORM_SUM))
+
+
+@pytest.mark.parametrize("gate", [0, 1, 2])
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_what_was_wrong_on_warp_groups_is_off_them(gate: int, has_delta: bool) -> None:
+    """fp32, wide heads, and the forward's ladder, which sees a product transposed."""
+    pytest.importorskip("triton")
+    from tilewise.linear.config import FEW_WARPS, Key, stage_config
+
+    def warps(dtype: torch.dtype, D: int) -> dict[str, int]:
+        found = stage_config(Key(dtype, D, 64, gate, has_delta, "sm_90"))
+        stages = ("prepare", "pairs", "gradients", "states")
+        return {name: getattr(found, name).num_warps for name in stages}
+
+    for dtype, D in ((torch.float32, 16), (torch.float32, 128), (torch.bfloat16, 256)):
+        assert set(warps(dtype, D).values()) == {FEW_WARPS}
+    if gate == 2:
+        assert warps(torch.float16, 128)["prepare"] == FEW_WARPS

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from tests.helpers import UNDER_TEST
 from tests.linear.test_equivalences import draw, gradients, run
+from tests.linear.test_machine_code import DESCRIPTOR, SUM, elf
 from tilewise import linear
 from tilewise.core.backends import is_interpreted
 from tilewise.linear import choice, warm
@@ -57,6 +60,9 @@ class Stub:
 
         monkeypatch.setattr(plan, "launch", launch)
         monkeypatch.setattr(plan, "relaunch", relaunch)
+        # Nothing is compiled, on a GPU neither.
+        monkeypatch.setattr(plan, "compile_together", lambda launches, device: None)
+        monkeypatch.setattr(plan.Plan, "_trusted", lambda self, x: x.config)
         monkeypatch.setattr(choice, "triton_problem", lambda device: "")
         monkeypatch.setattr(launching, "_gpu_architecture", lambda device: "sm_90")
 
@@ -254,3 +260,46 @@ def test_modes_and_transforms_see_the_op(monkeypatch: pytest.MonkeyPatch) -> Non
         assert warm.find(given, None, "triton", True).known is None
     assert warm.find(given, None, "tiled", True).known is None
     assert callable(linear.kda)
+
+
+# ---------------------------------------------------------------- what the assembler made
+
+
+class Kernel:
+    """One whose binary is wrong on more than two warps, where its number is a multiple of 16."""
+
+    params = (SimpleNamespace(is_constexpr=False), SimpleNamespace(is_constexpr=True))
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def warmup(self, number: int, constant: int, *, grid: Any, num_warps: int, **rest: Any) -> Any:
+        self.asked.append((number, num_warps))
+        is_wrong = number % 16 == 0 and num_warps > 2
+        return SimpleNamespace(asm={"cubin": elf(".text.k", DESCRIPTOR if is_wrong else SUM)})
+
+
+def test_each_binary_is_looked_at_once_and_a_wrong_one_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tilewise.kernels.launch import Config
+    from tilewise.linear import plan
+
+    ran: list[tuple[int, int]] = []
+    kernel = Kernel()
+
+    def launch(kernel: Any, grid: Any, config: Any, arguments: Any, device: Any) -> Any:
+        ran.append((arguments[0], config.num_warps))
+        return kernel
+
+    monkeypatch.setattr(plan, "launch", launch)
+    monkeypatch.setattr(plan, "compile_together", lambda launches, device: None)
+    monkeypatch.setattr(plan, "architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(plan, "_looked_at", {})
+    for number in (32, 48, 7, 9):
+        made = plan.Plan(torch.device("cuda", 0))
+        made.add(kernel, 1, Config(64, 64, 4, 1), (number, 5))
+        made._run_first([], [], torch.empty(0, dtype=torch.uint8))
+    assert ran == [(32, 2), (48, 2), (7, 4), (9, 4)]
+    assert kernel.asked == [(32, 4), (7, 4)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
@@ -101,26 +102,18 @@ class Plan:
         """The results. given: as the plan's own, of the same forms."""
         device = self.device
         made = [make(shape, dtype=dtype, device=device) for shape, dtype, make in self._made]
-        space = torch.empty(self._size, dtype=torch.uint8, device=device)
+        space = torch.empty(self._places[-1], dtype=torch.uint8, device=device)
         if self._ready is None:
             self._run_first(given, made, space)
         else:
             self._ready.run(given, made, space, device)
         return [None if x is None else made[x.index] for x in self._results]
 
-    @property
-    def _size(self) -> int:
-        return self._places[-1]
-
-    @property
+    @cached_property
     def _places(self) -> list[int]:
         """Where buffers begin, and where the last one ends."""
-        found = self.__dict__.get("_found_places")
-        if found is None:
-            sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in self._buffers)
-            steps = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
-            found = self.__dict__["_found_places"] = [0, *accumulate(steps)]
-        return found
+        sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in self._buffers)
+        return [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
 
     def _run_first(
         self, given: Sequence[Tensor | None], made: Sequence[Tensor], space: Tensor
@@ -172,11 +165,11 @@ class _Ready:
         self._places = places[:-1]
         self._starts = {"given": 0, "made": n_given, "buffer": n_given + n_made}
         self._first_constant = n_given + n_made + len(self._places)
-        trees = [x.arguments for x in launches]
         self._constants: list[Any] = []
         self._at: dict[int, int] = {}
-        for tree in trees:
-            self._collect_constants(tree)
+        for x in launches:
+            for node in x.arguments:
+                self._collect_constants(node)
         self._makers: list[Callable[[Any], Any]] = []
         self._next = self._first_constant + len(self._constants)
         self._launches: list[tuple[Any, Any, Callable[[Any], Any]]] = [

@@ -122,6 +122,7 @@ class LinearCall:
             inverse=self._inverse() if delta else None,
             reached=self.buffer(C, dtype=wide) if scalar else None,
             left=self.buffer(C, dtype=wide) if scalar else None,
+            entry=self.buffer(D if vector else 1, dtype=wide) if scalar or vector else None,
             total=self.buffer(D if vector else 1, dtype=wide) if scalar or vector else None,
             q=self.buffer(C, D) if vector else None,
             seen=self.buffer(C, D) if vector and delta else None,

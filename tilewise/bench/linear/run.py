@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import torch
 
 from ..harness import describe_error, synchronize
-from ..progress import Progress
+from ..progress import Progress, Silent
 from .cells import STEP, Cell
 from .contestants import Contestant, bind, enlist, lift_guard
 from .judge import judge
 
 # A first sample this long tells as much as several calls would.
 _SAMPLE_S, _MOST_REPEATS = 0.01, 20
+_SILENT = Silent()
 # Decoding is one of many short calls, which a server replays.
 _GRAPH_CALLS = 5
 
@@ -85,42 +86,64 @@ def run(
     store: Callable[[Result], None] = lambda result: None,
 ) -> Result:
     """Measure cell by cell; after `minutes` the rest is left out, and so it is after a fault that
-    a device does not get over."""
+    a device does not get over.
+
+    store: is called with every row that comes, when it has had its first call and when it is timed.
+    """
     result, start = Result(), time.monotonic()
-    progress.stage("linear attention", len(cells))
     is_lost = False
     for cell in cells:
         if is_lost or (minutes is not None and time.monotonic() - start > 60 * minutes):
             result.left_out.append(f"{cell.grid}: {cell}")
             continue
+        done = len(result.rows)
+
+        def come(row: Row) -> None:
+            result.rows.append(row)
+            store(result)
+
         try:
-            result.rows += measure(bench, cell)
+            measure(bench, cell, progress, come)
         # What goes wrong in one cell, such as tensors that do not fit, is no reason to stop.
         except Exception as error:
             ours = bench.known[0]
-            result.rows += [
+            result.rows[done:] = [
                 Row(cell, ours.name, "", way, note=_short(error), is_refused=True)
                 for way in cell.directions
             ]
             is_lost = _is_lost(bench.device)
         store(result)
-        progress.step(f"{cell.grid}: {cell}")
     store(result)
     return result
 
 
-def measure(bench: Bench, cell: Cell) -> list[Row]:
-    """The rows of a cell: every contestant in every direction, in rotation."""
+def measure(
+    bench: Bench,
+    cell: Cell,
+    progress: Progress = _SILENT,
+    come: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """The rows of a cell: every contestant in every direction, in rotation.
+
+    come: is told of each row when it has had its first call; its figures follow.
+    """
     x = cell.draw(bench.device)
     rows: list[Row] = []
     calls: list[tuple[Row, Callable[[], Any]]] = []
-    for contestant in enlist(cell, bench.known):
+    contestants = enlist(cell, bench.known)
+    title = f"{cell.grid}: {cell}"
+    for contestant in contestants:
+        # A peer that tunes itself takes a minute and more here.
+        progress.stage(f"{title}, first calls of {contestant.name}", len(cell.directions))
         for direction in cell.directions:
             row = Row(cell, contestant.name, contestant.version, direction)
             rows.append(row)
             call = _make_ready(bench, contestant, row, x)
             if call is not None:
                 calls.append((row, call))
+            come(row)
+            progress.step(f"{direction}: {row.first_call_s or 0.0:.1f} s")
+    progress.stage(f"{title}, {bench.rounds} rounds", 1)
     _time(bench, calls)
     for row, call in calls:
         if row.rounds_ms:
@@ -130,6 +153,7 @@ def measure(bench: Bench, cell: Cell) -> list[Row]:
         own = ours.get(row.direction)
         if row.ms and own:
             row.x_ours = row.ms / own
+    progress.step("timed")
     return rows
 
 

@@ -18,8 +18,9 @@ from .tiles import load_numbers
 def load_factors(
     call, prepared, sequence, head, n, n_chunks, FULL_D: tl.constexpr, BUILD: tl.constexpr
 ):
-    """Of the n-th chunk of a sequence, which may not be there: step sizes, decays from its start
-    and to its end `[C]`, and over it, one or `[D]`. What an op has not is never read."""
+    """Of the n-th chunk of a sequence, which may not be there: step sizes, decays from its first
+    step and to its last `[C]`, and the entry's and the others', one or `[D]`. What an op has not
+    is never read."""
     C: tl.constexpr = BUILD.chunk
     steps = tl.arange(0, C)
     beta, reached, left = (
@@ -27,7 +28,7 @@ def load_factors(
         tl.zeros((C,), tl.float32),
         tl.zeros((C,), tl.float32),
     )
-    total = 0.0
+    entry, total = 0.0, 0.0
     is_there = (n >= 0) & (n < n_chunks)
     inside = tl.where(is_there, n, 0)
     slot, row, first, count = locate_slot(call.place, sequence, inside, is_there, C)
@@ -38,9 +39,12 @@ def load_factors(
         mask = (steps < C) & is_there
         reached = tl.load(prepared.reached + at * C + steps, mask=mask, other=0.0)
         left = tl.load(prepared.left + at * C + steps, mask=mask, other=0.0)
+        entry = tl.load(prepared.entry + at, mask=is_there, other=0.0)
         total = tl.load(prepared.total + at, mask=is_there, other=0.0)
     if BUILD.gate == VECTOR_GATE:
         D: tl.constexpr = BUILD.dim
         dims = tl.arange(0, FULL_D)
-        total = tl.load(prepared.total + at * D + dims, mask=(dims < D) & is_there, other=0.0)
-    return beta, reached, left, total
+        mask = (dims < D) & is_there
+        entry = tl.load(prepared.entry + at * D + dims, mask=mask, other=0.0)
+        total = tl.load(prepared.total + at * D + dims, mask=mask, other=0.0)
+    return beta, reached, left, entry, total

@@ -55,23 +55,43 @@ def up_to(CHUNK: tl.constexpr, BEFORE: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def from_first(CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """`[i, l]`: 1 where step l is after the first and at or before i; or `[l, i]`."""
+    step = tl.arange(0, CHUNK)
+    if TRANSPOSED:
+        i, step = step[None, :], step[:, None]
+    else:
+        i, step = step[:, None], step[None, :]
+    return ((step > 0) & (step <= i)).to(tl.float32)
+
+
+@triton.jit
 def decay_of(exponent):
     return tl.exp2(tl.minimum(exponent, HIGHEST_LOG2))
 
 
 @triton.jit
 def scalar_decays(gate, g, row, first, count, head, CHUNK: tl.constexpr):
-    """From the chunk's start to each step, from each step to the end, and over the whole chunk."""
+    """From the chunk's first step to each, from each step to the last, of the first step itself,
+    and of all others.
+
+    The first gate stands apart: it may be so strong that, in 16 bits, nothing were left of what
+    every other step reads of the state; the state in fp32 takes it as it is.
+    """
     after = load_scalar_gate(gate, row, first + 1, count - 1, head, CHUNK)
     left = tl.cumsum(after, 0, reverse=True)
-    return decay_of(tl.cumsum(g, 0)), decay_of(left), decay_of(tl.sum(g, 0))
+    is_first = tl.arange(0, CHUNK) == 0
+    later = tl.where(is_first, 0.0, g)
+    entry = decay_of(tl.sum(tl.where(is_first, g, 0.0), 0))
+    return decay_of(tl.cumsum(later, 0)), decay_of(left), entry, decay_of(tl.sum(later, 0))
 
 
 @triton.jit
-def vector_decays(g, CHUNK: tl.constexpr, BUILD: tl.constexpr):
-    reached = sum_dot(up_to(CHUNK, False, False), g, BUILD)
-    left = sum_dot(up_to(CHUNK, True, False), g, BUILD)
-    return decay_of(reached), decay_of(left), decay_of(tl.sum(g, 0))
+def whole_decays(g, CHUNK: tl.constexpr):
+    """Of a vector gate `[C, dims]` the first step's and all others'."""
+    is_first = (tl.arange(0, CHUNK) == 0)[:, None]
+    entry = tl.sum(tl.where(is_first, g, 0.0), 0)
+    return decay_of(entry), decay_of(tl.sum(tl.where(is_first, 0.0, g), 0))
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
-from .gates import decay_of, load_gate_columns, rung, rung_pairs, rungs, up_to
+from .gates import decay_of, from_first, load_gate_columns, rung, rung_pairs, rungs, up_to
 from .structs import locate_chunk
 from .tiles import (
     dot,
@@ -57,7 +57,8 @@ def _chunk_ladder_kernel(
     q = load_columns(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
     k = load_columns(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
     gate = load_gate_columns(call.g, row, first, count, head, d0, C, BLOCK, D)
-    reached = decay_of(sum_dot_right(gate, up_to(C, False, True), BUILD))
+    # The state has been decayed by the first.
+    reached = decay_of(sum_dot_right(gate, from_first(C, True), BUILD))
     left = decay_of(sum_dot_right(gate, up_to(C, True, True), BUILD))
     dq, dk_seen, dk = dq * call.scale * reached, dk_seen * reached, dk * left
     passed = sum_dot_right(q * dq + k * dk_seen, up_to(C, False, False), BUILD)
@@ -66,7 +67,8 @@ def _chunk_ladder_kernel(
     whole = tl.zeros((BLOCK,), tl.float32)
     for part in range(0, SLICES):
         whole += tl.load(dtotal + (at * SLICES + part) * D + dims, mask=dims < D, other=0.0)
-    passed += (whole * decay_of(tl.sum(gate, 1)))[:, None]
+    later = tl.sum(tl.where((offs > 0)[None, :], gate, 0.0), 1)
+    passed += (whole * decay_of(later))[:, None]
     diagonal = tl.load(pairs.dqk + at * (C * C) + offs * (C + 1)).to(tl.float32)[None, :]
     dq += diagonal * k
     dk += dk_seen + diagonal * q

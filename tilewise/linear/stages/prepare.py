@@ -16,6 +16,7 @@ import triton.language as tl
 from ...kernels.structs import decode
 from .gates import (
     decay_of,
+    from_first,
     from_middle,
     load_scalar_gate,
     load_vector_gate,
@@ -24,7 +25,8 @@ from .gates import (
     rung_pairs,
     rungs,
     scalar_decays,
-    vector_decays,
+    up_to,
+    whole_decays,
 )
 from .solve import invert_unit_lower, store_inverse
 from .structs import SCALAR_GATE, VECTOR_GATE, locate_chunk
@@ -62,10 +64,11 @@ def _chunk_prepare_kernel(call, out, BUILD: tl.constexpr):
         qk *= decay
     store_block(out.scores, at, 0, 0, tl.where(i >= j, qk, 0.0) * call.scale, C, C, C, C, BUILD)
     if BUILD.gate == SCALAR_GATE:
-        reached, left, total = scalar_decays(call.g, g, row, first, count, head, C)
+        reached, left, entry, total = scalar_decays(call.g, g, row, first, count, head, C)
         steps = tl.arange(0, C)
         tl.store(out.reached + at * C + steps, reached)
         tl.store(out.left + at * C + steps, left)
+        tl.store(out.entry + at, entry)
         tl.store(out.total + at, total)
     if BUILD.has_delta:
         beta = load_numbers(call.beta, row, first, count, head, C)
@@ -160,13 +163,16 @@ def _store_decayed(call, out, at, row, first, count, head, qk_head, d0, BUILD: t
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     BLOCK: tl.constexpr = BUILD.block_d
-    q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
+    dims = d0 + tl.arange(0, BLOCK)
     g = load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, D)
-    reached, left, total = vector_decays(g, C, BUILD)
-    store_block(out.q, at, 0, d0, q * reached * call.scale, C, BLOCK, C, D, BUILD)
+    entry, total = whole_decays(g, C)
+    tl.store(out.entry + at * D + dims, entry, mask=dims < D)
+    tl.store(out.total + at * D + dims, total, mask=dims < D)
+    k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
+    left = decay_of(sum_dot(up_to(C, True, False), g, BUILD))
     store_block(out.k, at, 0, d0, k * left, C, BLOCK, C, D, BUILD)
+    reached = decay_of(sum_dot(from_first(C, False), g, BUILD))
+    q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
+    store_block(out.q, at, 0, d0, q * reached * call.scale, C, BLOCK, C, D, BUILD)
     if BUILD.has_delta:
         store_block(out.seen, at, 0, d0, k * reached, C, BLOCK, C, D, BUILD)
-    dims = d0 + tl.arange(0, BLOCK)
-    tl.store(out.total + at * D + dims, total, mask=dims < D)

@@ -3,9 +3,9 @@
 Dims: S `[D, E]` fp32, a program has all of D and BLOCK_E of E.
 Grid: sequences x value heads x slices of E.
 Math: e = v - k S, d = inverse (beta e); d = v without a delta rule; o = q S + scores d;
-    S' = total S + k^T d. q and the k of e are decayed from the chunk's start, the k of S' to its
-    end. In the forward o is made here and no state is written; for the backward each chunk's S, e
-    and d are.
+    S' = total S + k^T d, with S decayed by the chunk's first step already. q and the k of e are
+    decayed from that step, the k of S' to the last. In the forward o is made here and no state is
+    written; for the backward each chunk's S, e and d are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from ...kernels.structs import decode
 from .factors import load_factors
 from .solve import apply_inverse
-from .structs import SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slot
+from .structs import SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slice, locate_slot
 from .tiles import (
     dot,
     load_block,
@@ -39,27 +39,26 @@ def _states_kernel(
     D: tl.constexpr = BUILD.dim
     E: tl.constexpr = BUILD.value_dim
     DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
-    SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     H = decode(call.place.H)
-    pid = tl.program_id(0)
-    e0 = (pid % SLICES) * BLOCK_E
-    head = (pid // SLICES) % H
-    sequence = pid // SLICES // H
-    qk_head = head // decode(call.place.group)
+    e0, head, sequence, qk_head = locate_slice(call.place, tl.program_id(0), BLOCK_E, BUILD)
     index = (sequence * H + head).to(tl.int64)
     state = tl.zeros((FULL_D, BLOCK_E), tl.float32)
     if initial is not None:
         state += load_block(initial, index, 0, e0, FULL_D, BLOCK_E, D, E)
     n_chunks = count_chunks(call.place, sequence)
-    beta, reached, left, total = load_factors(
+    beta, reached, left, entry, total = load_factors(
         call, prepared, sequence, head, 0, n_chunks, FULL_D, BUILD
     )
     for n in range(0, n_chunks):
-        next_beta, next_reached, next_left, next_total = load_factors(
+        next_beta, next_reached, next_left, next_entry, next_total = load_factors(
             call, prepared, sequence, head, n + 1, n_chunks, FULL_D, BUILD
         )
         slot, row, first, count = locate_slot(call.place, sequence, n, n < n_chunks, C)
         at = slot.to(tl.int64) * H + head
+        if BUILD.gate == VECTOR_GATE:
+            state *= entry[:, None]
+        if BUILD.gate == SCALAR_GATE:
+            state *= entry
         before = narrow(state, DTYPE, BUILD)
         if states is not None:
             store_block(states, at, 0, e0, state, FULL_D, BLOCK_E, D, E, BUILD)
@@ -97,7 +96,8 @@ def _states_kernel(
                 d = d * left[:, None]
                 state = state * total
             state = _add_step(tl.trans(k), d, state, DTYPE, BUILD)
-        beta, reached, left, total = next_beta, next_reached, next_left, next_total
+        beta, reached, left = next_beta, next_reached, next_left
+        entry, total = next_entry, next_total
     if final is not None:
         store_block(final, index, 0, e0, state, FULL_D, BLOCK_E, D, E, BUILD)
 

@@ -2,10 +2,11 @@
 
 Dims, Grid: as `states.py`.
 Math: with dS' the gradient of the state at a chunk's end and do that of the output,
-    dd = scores^T do + k dS';  y = inverse^T dd;  de = beta y;  dS = total dS' + q^T do - k^T de,
-    with k of dd decayed to the chunk's end, q and the other k from its start. de is the gradient of
-    v; without a delta rule dd is. Scores are loaded transposed: see `kernels/README.md` on
-    transposed products.
+    dd = scores^T do + k dS';  y = inverse^T dd;  de = beta y;
+    dS = entry (total dS' + q^T do - k^T de),
+    with k of dd decayed to the chunk's last step, q and the other k from its first, whose own decay
+    is the entry's. de is the gradient of v; without a delta rule dd is. Scores are loaded
+    transposed: see `kernels/README.md` on transposed products.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 from ...kernels.structs import decode
 from .factors import load_factors
 from .solve import apply_inverse
-from .structs import NO_GATE, SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slot
+from .structs import NO_GATE, SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slice, locate_slot
 from .tiles import (
     dot,
     load_block,
@@ -43,22 +44,18 @@ def _states_bwd_kernel(
     DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
     SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     H = decode(call.place.H)
-    pid = tl.program_id(0)
-    e0 = (pid % SLICES) * BLOCK_E
-    head = (pid // SLICES) % H
-    sequence = pid // SLICES // H
-    qk_head = head // decode(call.place.group)
+    e0, head, sequence, qk_head = locate_slice(call.place, tl.program_id(0), BLOCK_E, BUILD)
     index = (sequence * H + head).to(tl.int64)
     dstate = tl.zeros((FULL_D, BLOCK_E), tl.float32)
     if dfinal is not None:
         dstate += load_block(dfinal, index, 0, e0, FULL_D, BLOCK_E, D, E)
     n_chunks = count_chunks(call.place, sequence)
-    beta, reached, left, total = load_factors(
+    beta, reached, left, entry, total = load_factors(
         call, prepared, sequence, head, n_chunks - 1, n_chunks, FULL_D, BUILD
     )
     for backwards in range(0, n_chunks):
         n = n_chunks - 1 - backwards
-        next_beta, next_reached, next_left, next_total = load_factors(
+        next_beta, next_reached, next_left, next_entry, next_total = load_factors(
             call, prepared, sequence, head, n - 1, n_chunks, FULL_D, BUILD
         )
         slot, row, first, count = locate_slot(call.place, sequence, n, n >= 0, C)
@@ -107,6 +104,11 @@ def _states_bwd_kernel(
             dstate = dot(q_columns, do, dstate, DTYPE, BUILD)
             if BUILD.has_delta:
                 dstate = dot(tl.trans(k), -dd, dstate, DTYPE, BUILD)
-        beta, reached, left, total = next_beta, next_reached, next_left, next_total
+        if BUILD.gate == VECTOR_GATE:
+            dstate *= entry[:, None]
+        if BUILD.gate == SCALAR_GATE:
+            dstate *= entry
+        beta, reached, left = next_beta, next_reached, next_left
+        entry, total = next_entry, next_total
     if dinitial is not None:
         store_block(dinitial, index, 0, e0, dstate, FULL_D, BLOCK_E, D, E, BUILD)

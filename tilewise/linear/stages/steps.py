@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
-from .structs import LOG2_E, SCALAR_GATE, VECTOR_GATE
+from .structs import LOG2_E, SCALAR_GATE, VECTOR_GATE, locate_slice
 from .tiles import load_block, load_number, load_row, narrow, store_block
 
 
@@ -22,13 +22,8 @@ def _decode_kernel(
     """slots, write_slots: contiguous `[B]`, `[B, n_writes]`."""
     D: tl.constexpr = BUILD.dim
     E: tl.constexpr = BUILD.value_dim
-    SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     H = decode(call.place.H)
-    pid = tl.program_id(0)
-    e0 = (pid % SLICES) * BLOCK_E
-    head = (pid // SLICES) % H
-    b = pid // SLICES // H
-    qk_head = head // decode(call.place.group)
+    e0, head, b, qk_head = locate_slice(call.place, tl.program_id(0), BLOCK_E, BUILD)
     slot = tl.load(slots + b).to(tl.int64)
     steps, writes = decode(n_steps), decode(n_writes)
     is_used = (slot >= 0) & (slot < decode(n_slots))

@@ -51,15 +51,18 @@ class Prepared(NamedTuple):
 
     scores `[C, C]`: of q and k, with scale and decay. inverse: (I + A)^-1 of the delta rule, in
     fp32 or as two of bf16 (`solve.py`), since what it is off by grows from step to step. reached,
-    left: decays from a chunk's start and to its end, `[C]`. total: over it, `[1]` or `[D]`.
-    q, seen, k `[C, D]`: with a vector gate, q with scale and k decayed from the start, and k
-    decayed to the end. lower `[C, C]`: with one, the delta rule's A in fp32, not inverted yet.
+    left: decays from a chunk's first step and to its last, `[C]`. entry, total: the first step's
+    own decay, which the state gets in fp32 where it enters the chunk, and all others', `[1]` or
+    `[D]`. q, seen, k `[C, D]`: with a vector gate, q with scale and k decayed from the first step,
+    and k decayed to the last. lower `[C, C]`: with one, the delta rule's A in fp32, not inverted
+    yet.
     """
 
     scores: Any
     inverse: Any
     reached: Any
     left: Any
+    entry: Any
     total: Any
     q: Any
     seen: Any
@@ -136,3 +139,13 @@ def count_chunks(place, row):
         return decode(place.n_chunks)
     else:
         return tl.load(place.chunks + row).to(tl.int32)
+
+
+@triton.jit
+def locate_slice(place, pid, BLOCK_E: tl.constexpr, BUILD: tl.constexpr):
+    """Of a program that has all of D and a slice of E: its first column, its head, its sequence and
+    its head of q and k. How many slices there are is known to the host too."""
+    SLICES: tl.constexpr = (BUILD.value_dim + BLOCK_E - 1) // BLOCK_E
+    H = decode(place.H)
+    head = (pid // SLICES) % H
+    return (pid % SLICES) * BLOCK_E, head, pid // SLICES // H, head // decode(place.group)

@@ -225,13 +225,25 @@ def _wide_dot(a, b, acc):
 @triton.jit
 def split(x):
     """fp32 numbers as the sum of two in bf16, to 2^-17."""
-    high = x.to(tl.bfloat16)
-    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+    wide, high = _upper_half(x)
+    return high, (x - wide).to(tl.bfloat16)
 
 
 @triton.jit
 def _split_in_three(x):
     """fp32 numbers as the sum of three in bf16, to 2^-25."""
-    high, middle = split(x)
-    rest = x - high.to(tl.float32) - middle.to(tl.float32)
-    return high, middle, rest.to(tl.bfloat16)
+    wide, high = _upper_half(x)
+    rest = x - wide
+    wide, middle = _upper_half(rest)
+    return high, middle, (rest - wide).to(tl.bfloat16)
+
+
+@triton.jit
+def _upper_half(x):
+    """fp32 numbers rounded to bf16, in fp32 and in bf16.
+
+    By their bits: a conversion and the one back are slow where each number has both of its own.
+    """
+    bits = (x.to(tl.int32, bitcast=True) + 0x8000) & ~0xFFFF
+    high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return bits.to(tl.float32, bitcast=True), high
