@@ -170,20 +170,20 @@ def _into_buffers(D: int) -> Callable[[], Any]:
 
 # What is spilled is of the program's beginning and end, and a word that a block reads again.
 BACKWARD_VARIANTS = [
-    _backward("D 64", 64, (8, 16)),
+    _backward("D 64", 64, (56, 104)),
     _backward("D 128", 128, (48, 144)),
-    _backward("causal D 64", 64, (8, 16), mask=tw.causal()),
+    _backward("causal D 64", 64, (56, 104), mask=tw.causal()),
     _backward("causal D 128, GQA", 128, (48, 144), G=1, mask=tw.causal()),
     _backward("fp16 D 128", 128, (48, 144), dtype=_FP16),
     _backward("D 128, E 64", 128, (16, 104), E=64),
     _backward("padding D 128", 128, (40, 144), mask=_PADDED["mask"]),
-    _backward("packed D 64", 64, (0, 24), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    _backward("packed D 64", 64, (40, 104), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
     _backward("packed D 128", 128, (8, 144), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
-    BackwardVariant("into fp32 buffers D 64", _into_buffers(64), (0, 16), has_queries=True),
+    BackwardVariant("into fp32 buffers D 64", _into_buffers(64), (24, 104), has_queries=True),
     BackwardVariant("into fp32 buffers D 128", _into_buffers(128), (8, 160)),
     _backward("documents", 128, (24, 144), mask=tw.window(30, 0) & tw.documents(_LENGTHS)),
     _backward("softcap D 128", 128, (152, 240), softcap=30.0),
-    _backward("ALiBi D 64", 64, (8, 24), alibi_slopes=torch.zeros(4)),
+    _backward("ALiBi D 64", 64, (32, 96), alibi_slopes=torch.zeros(4)),
     _backward("D 256", 256, (0, 40)),
     _backward("packed D 256", 256, (0, 40), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
     _backward(
