@@ -1,4 +1,4 @@
-"""Latent attention on Hopper: ragged shapes within the budget, graphs, repeats, neighbours, and a
+"""Caches on Hopper: ragged shapes within the budget, graphs, repeats, neighbours, and a
 guard against a protocol that hangs."""
 
 import faulthandler
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.gpu.common import DEVICE, ints
-from tests.gpu.hopper_caches import CASES, HopperCase, call_of, draw, held, on_device
+from tests.gpu.hopper_caches import CASES, PREFILLS, HopperCase, call_of, draw, held, on_device
 from tilewise.core.backends import hopper_problem
 from tilewise.core.tolerance import assert_within_budget
 from tilewise.decode import warm
@@ -39,7 +39,7 @@ def no_hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     warm._kept.clear()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *PREFILLS), ids=lambda case: case.name)
 def test_within_the_budget(case: HopperCase) -> None:
     held(case)
 

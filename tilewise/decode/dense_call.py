@@ -12,11 +12,8 @@ from torch import Tensor
 from ..core.positions import Positions
 from ..dense.choice import why_not_hopper, why_not_triton
 from ..dense.piece import Piece
+from . import choice as caches
 from .call import CacheCall
-
-# Query tiles of the dense kernels, and how many programs fill a large GPU.
-_TILE, _ENOUGH = 128, 120
-_LEAST_QUERIES = 64
 
 
 def why_not_dense(call: CacheCall) -> str:
@@ -40,10 +37,8 @@ def takes(call: CacheCall) -> bool:
 
 def is_faster(call: CacheCall) -> bool:
     """Whether dense kernels fill the GPU by queries alone. Not where splits were asked for."""
-    B, M, H = call.q.shape[0], call.q.shape[-3], call.q.shape[-2]
-    if call.splits.count is not None or call.splits.is_fixed or M < _LEAST_QUERIES:
-        return False
-    return B * H * -(-M // _TILE) >= _ENOUGH and not why_not_dense(call)
+    is_large = caches.has_many_queries(call) and caches.fills_a_gpu(call)
+    return is_large and not why_not_dense(call)
 
 
 def piece_of(call: CacheCall) -> Piece:
