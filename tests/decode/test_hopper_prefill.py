@@ -214,3 +214,36 @@ def test_a_warm_prefill_launches_what_a_cold_one_does(
     launches.clear()
     hopper_prefill_call.PrefillForward(call, out, lse).run_first()
     assert warm_launches == launches and len(launches) == (4 if packed else 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"mask": tw.window(40, 0)}])
+def test_many_queries_over_contiguous_keys_leave_a_warm_call(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense attention's kernel runs them, whichever backend of kernels was named."""
+    from tilewise.decode.ops import run_kernels
+    from tilewise.kernels import launch
+
+    names: list[str] = []
+
+    def run(kernel: Any, grid: Any, config: Any, arguments: Any) -> Any:
+        names.append(kernel.__name__)
+        return kernel
+
+    monkeypatch.setattr(launch, "_run", run)
+    call = call_over(page=None, **options)
+    assert choice.choose("test", "auto", call_over(page=None)) == "tiled"
+    for backend in ("triton", "hopper"):
+        names.clear()
+        forward = run_kernels(backend, call, torch.empty_like(call.q), torch.empty(0))
+        assert names == ["place_prefill", DENSE] and forward is not None
+
+
+def test_what_only_dense_kernels_take_is_a_cold_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.decode import dense_call
+    from tilewise.kernels import launch
+
+    monkeypatch.setattr(launch, "_run", lambda kernel, *rest: kernel)
+    call = call_over(page=None, mask=tw.documents(torch.tensor([0, 300, 600])))
+    assert dense_call.takes(call)
+    assert dense_call.dense_forward(call, torch.empty_like(call.q), torch.empty(0)) is None

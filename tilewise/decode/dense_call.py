@@ -6,6 +6,8 @@ know every mask.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,16 +50,26 @@ def piece_of(call: CacheCall) -> Piece:
     return Piece(call.q, cache.k, cache.v, call.whole_mask, at, call.terms)
 
 
-def dense_forward(call: CacheCall, out: Tensor, lse: Tensor) -> None:
-    """Write out and, where it has room, lse. Nothing is checked here."""
+def dense_forward(call: CacheCall, out: Tensor, lse: Tensor) -> Any:
+    """Write out and, where it has room, lse. Nothing is checked here.
+
+    Returns: what runs calls like this one again, or None.
+    """
     from ..dense.triton_call import TritonCall
 
     piece = piece_of(call)
-    if why_not_hopper(piece):
-        from ..dense.triton_forward import Forward
+    if not why_not_hopper(piece):
+        if not caches.why_not_hopper(call):
+            # The same kernel, whose sequences this package places.
+            from .hopper_prefill_call import PrefillForward
+            from .triton_call import cache_attention_fwd
+
+            return cache_attention_fwd(call, out, lse, PrefillForward)
+        from ..dense.hopper_call import Forward
     else:
-        from ..dense.hopper_call import Forward  # type: ignore[assignment]
+        from ..dense.triton_forward import Forward  # type: ignore[assignment]
     found = Forward(TritonCall(piece), out.dtype).run(piece.q, piece.k, piece.v)
     out.copy_(found[0])
     if lse.numel():
         lse.copy_(found[1].to(torch.float32))
+    return None

@@ -122,8 +122,7 @@ def run_kernels(backend: str, call: CacheCall, out: Tensor, lse: Tensor) -> Any:
     if backend == "hopper":
         return triton_call.cache_attention_fwd(call, out, lse, _hopper_forward(call))
     if dense_call.takes(call):
-        dense_call.dense_forward(call, out, lse)
-        return None
+        return dense_call.dense_forward(call, out, lse)
     return triton_call.cache_attention_fwd(call, out, lse)
 
 
