@@ -91,21 +91,21 @@ _SCORES = {"softcap": 3.0, "alibi_slopes": torch.zeros(4), "sinks": torch.zeros(
 # name: the call, bytes that Triton 3.6 and later ones spill of a thread.
 PREFILLS: dict[str, tuple[Callable[[], None], tuple[int, int]]] = {
     "pages of 16": (attend(4, 256, G=2, page=16), (0, 32)),
-    "pages of 256": (attend(4, 256, G=2, page=256), (0, 32)),
+    "pages of 256": (attend(4, 256, G=2, page=256), (0, 0)),
     "pages of 8, window, left padding": (
         attend(4, 256, G=2, page=8, starts=True, mask=tw.window(50, 0)), (0, 32)
     ),
     "packed, pages of 16": (attend(4, 256, G=2, page=16, packed=True), (8, 32)),
     "packed, contiguous, fp16": (
-        attend(4, 256, G=2, page=None, packed=True, dtype=torch.float16), (0, 32)
+        attend(4, 256, G=2, page=None, packed=True, dtype=torch.float16), (0, 0)
     ),
     "packed, pages of 48, softcap, ALiBi, sinks": (
-        attend(4, 256, G=2, page=48, packed=True, **_SCORES), (56, 176)
+        attend(4, 256, G=2, page=48, packed=True, **_SCORES), (56, 112)
     ),
-    "D 64, pages of 16": (attend(4, 256, G=2, D=64, page=16), (64, 112)),
-    "D 64, packed, pages of 64": (attend(4, 256, G=2, D=64, packed=True), (112, 128)),
-    "D 256, pages of 16": (attend(4, 256, G=2, D=256, page=16), (0, 136)),
-    "D 256, packed, pages of 64": (attend(4, 256, G=2, D=256, packed=True), (8, 136)),
+    "D 64, pages of 16": (attend(4, 256, G=2, D=64, page=16), (64, 88)),
+    "D 64, packed, pages of 64": (attend(4, 256, G=2, D=64, packed=True), (80, 104)),
+    "D 256, pages of 16": (attend(4, 256, G=2, D=256, page=16), (0, 208)),
+    "D 256, packed, pages of 64": (attend(4, 256, G=2, D=256, packed=True), (0, 88)),
 }  # fmt: skip
 
 
