@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 import tilewise as tw
 from tests.compile.offline import compile_call
@@ -76,3 +77,56 @@ def test_it_compiles_and_fits(name: str, monkeypatch: Any, record_property: Any)
     assert main.spills <= SPILLS[main.name]
     assert main.shared_bytes <= SHARED_KIB[main.name] * 1024
     assert combine.name == "cache_combine" and combine.spills == 0
+
+
+# ---------------------------------------------------------------- prefills
+
+PREFILL = "cache_prefill_fwd_hopper"
+# At launch, of two consumers and of three.
+PREFILL_REGISTERS = {2: 168, 3: 128}
+# As of dense attention's forward, whose consumers these are.
+PREFILL_WAITS, WAITS_OF_A_THIRD_LOOP = 7, 2
+_SCORES = {"softcap": 3.0, "alibi_slopes": torch.zeros(4), "sinks": torch.zeros(4)}
+
+# name: the call, bytes that Triton 3.6 and later ones spill of a thread.
+PREFILLS: dict[str, tuple[Callable[[], None], tuple[int, int]]] = {
+    "pages of 16": (attend(4, 256, G=2, page=16), (0, 32)),
+    "pages of 256": (attend(4, 256, G=2, page=256), (0, 0)),
+    "pages of 8, window, left padding": (
+        attend(4, 256, G=2, page=8, starts=True, mask=tw.window(50, 0)), (0, 32)
+    ),
+    "packed, pages of 16": (attend(4, 256, G=2, page=16, packed=True), (8, 32)),
+    "packed, contiguous, fp16": (
+        attend(4, 256, G=2, page=None, packed=True, dtype=torch.float16), (0, 0)
+    ),
+    "packed, pages of 48, softcap, ALiBi, sinks": (
+        attend(4, 256, G=2, page=48, packed=True, **_SCORES), (56, 112)
+    ),
+    "D 64, pages of 16": (attend(4, 256, G=2, D=64, page=16), (64, 88)),
+    "D 64, packed, pages of 64": (attend(4, 256, G=2, D=64, packed=True), (80, 104)),
+    "D 256, pages of 16": (attend(4, 256, G=2, D=256, page=16), (0, 208)),
+    "D 256, packed, pages of 64": (attend(4, 256, G=2, D=256, packed=True), (0, 88)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_a_prefill_compiles_and_fits(name: str, monkeypatch: Any, record_property: Any) -> None:
+    for problem in ("triton_problem", "hopper_problem"):
+        monkeypatch.setattr(choice, problem, lambda device: "")
+    call, spills = PREFILLS[name]
+    found = compile_call(call, "sm_90")
+    record_property("compiled", [
+        (f"hopper cache, prefill, {name}", "sm_90", x.name, x.registers, x.spills,
+         round(x.shared_bytes / 1024, 1), x.mma)
+        for x in found
+    ])  # fmt: skip
+    assert [x.name for x in found[:2]] == ["place_prefill", PREFILL]
+    assert [x.name for x in found[2:]] == ["cache_attention_fwd", "cache_combine"] * (
+        "packed" in name
+    )
+    main, n_consumers = found[1], 3 if name.startswith("D 64") else 2
+    assert main.mma == "HGMMA" and main.registers == PREFILL_REGISTERS[n_consumers]
+    each = PREFILL_WAITS + (WAITS_OF_A_THIRD_LOOP if "window" in name else 0)
+    assert main.waits == n_consumers * each
+    assert main.shared_bytes <= 227 * 1024
+    assert main.spills <= spills[triton.__version__ != "3.6.0"]

@@ -23,9 +23,9 @@ _FEW = (70, 1, 333, 0, 33)
 
 @dataclass(frozen=True)
 class HopperCase:
-    """G: kv heads of D columns; 0 where the cache is latent. lengths: of each sequence. queries:
-    the same number for all, or one for each (packed). growth: of keys over a sequence, so that
-    maxima rise from tile to tile. layout: of the storage.
+    """G: kv heads of D columns; 0 where the cache is latent. E: columns of values, where those are
+    others. lengths: of each sequence. queries: the same number for all, or one for each (packed).
+    growth: of keys over a sequence, so that maxima rise from tile to tile. layout: of the storage.
     """
 
     name: str
@@ -40,6 +40,7 @@ class HopperCase:
     sinks: bool = False
     G: int = 0
     D: int = 128
+    E: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -101,6 +102,72 @@ CASES = (
 )  # fmt: skip
 
 
+_LONG = (333, 130, 64, 0, 1)
+_MIXED = (100, 1, 0, 70, 63, 64, 140, 5)
+_MIXED_KEYS = (149, 90, 33, 70, 3, 0, 333, 200)
+
+
+def _prefill(name: str, queries: int | tuple[int, ...] = 130, **given: Any) -> HopperCase:
+    given = {"lengths": _LONG, "page": 16, "G": 1, **given}
+    if isinstance(queries, tuple):
+        given["lengths"] = (_MIXED_KEYS * 50)[: len(queries)]
+    return HopperCase(f"prefill, {name}", given.pop("H", 2), queries, **given)
+
+
+# Queries that fill tiles, over keys that are found by a table.
+PREFILLS = (
+    _prefill("pages of 16"),
+    _prefill("pages of 8", page=8),
+    _prefill("pages of 24", page=24),
+    _prefill("pages of 64", page=64),
+    _prefill("pages of 96", page=96),
+    _prefill("pages of 128", page=128),
+    _prefill("pages of 192", page=192),
+    _prefill("pages of 256", page=256),
+    _prefill("one page", 70, page=1024, lengths=(90, 0, 1)),
+    _prefill("ragged", 65, lengths=_RAGGED),
+    _prefill("a query", 1, lengths=_RAGGED),
+    _prefill("D 64", D=64),
+    _prefill("D 64, pages of 256", D=64, page=256),
+    _prefill("D 64, left padding, window", D=64, layout="left padding",
+             mask=lambda: tw.window(150, 0)),
+    _prefill("D 256", D=256),
+    _prefill("D 256, pages of 48", D=256, page=48),
+    _prefill("D 192, E 128", D=192, E=128),
+    _prefill("D 40, E 200", D=40, E=200),
+    _prefill("D 96", D=96),
+    _prefill("fp16", dtype=torch.float16),
+    _prefill("full", mask=tw.full),
+    _prefill("window(40, 0)", mask=lambda: tw.window(40, 0)),
+    _prefill("window(30, 5)", mask=lambda: tw.window(30, 5)),
+    _prefill("window(9, 0, offset=60)", mask=lambda: tw.window(9, 0, offset=60)),
+    _prefill("window(60, 0) & prefix(90)", mask=lambda: tw.window(60, 0) & tw.prefix(90)),
+    _prefill("left padding", layout="left padding"),
+    _prefill("shuffled", layout="shuffled", H=3),
+    _prefill("k and v interleaved", layout="interleaved"),
+    _prefill("k and v interleaved, heads first", layout="heads first", page=64),
+    _prefill("batch_index", page=None, layout="batch_index"),
+    _prefill("contiguous", page=None),
+    _prefill("contiguous, rows that end in a tile", page=None, lengths=(97, 3)),
+    _prefill("softcap", options={"softcap": 3.0}),
+    _prefill("ALiBi", options={"alibi_slopes": torch.tensor([0.5, 0.01])}),
+    _prefill("sinks, MHA", sinks=True, G=2),
+    _prefill("scale below 0", options={"scale": -0.1}),
+    _prefill("rising keys", growth=30.0),
+    _prefill("falling keys", growth=-30.0),
+    _prefill("rising keys, fp16, sinks", growth=30.0, dtype=torch.float16, sinks=True),
+    _prefill("mixed batch", _MIXED),
+    _prefill("mixed batch, D 64", _MIXED, D=64, page=64),
+    _prefill("mixed batch, contiguous, sinks", _MIXED, page=None, sinks=True),
+    _prefill("mixed batch, batch_index", (70, 1, 0, 5, 130), page=None, layout="batch_index",
+             lengths=_LONG),
+    _prefill("mixed batch, window, softcap, ALiBi", _MIXED, mask=lambda: tw.window(50, 0),
+             options={"softcap": 20.0, "alibi_slopes": torch.rand(8, 2)}),
+    _prefill("mixed batch, batch invariant", _MIXED, page=48, options={"batch_invariant": True}),
+    _prefill("135 sequences", (70, 1, 0) * 45, page=32, H=1),
+)  # fmt: skip
+
+
 def draw(case: HopperCase, seed: int = 0) -> tuple[Tensor, tw.KVCache, dict[str, Any]]:
     """q, a cache and options, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
@@ -126,7 +193,7 @@ def cache_of(case: HopperCase, normal: Callable[..., Tensor]) -> tw.KVCache:
     B, capacity, G, D = len(case.lengths), max(case.lengths) + 30, case.G, case.D
     stored: dict[str, Any] = {"page_size": case.page, "dtype": case.dtype, "device": "cpu"}
     if G:
-        cache = tw.KVCache.allocate(B, capacity, G, D, **stored)
+        cache = tw.KVCache.allocate(B, capacity, G, D, case.E or D, **stored)
     else:
         cache = tw.KVCache.latent(B, capacity, **stored)
     cache = _laid_out(cache, case.layout)
@@ -138,7 +205,7 @@ def cache_of(case: HopperCase, normal: Callable[..., Tensor]) -> tw.KVCache:
         size = size - min(case.growth, 0.0) + 1.0 if case.growth else torch.ones(())
         keys.append((normal(n, *cache.k.shape[2:]) * size).to(case.dtype))
     k, cu = torch.cat(keys), torch.tensor([0, *case.lengths]).cumsum(0)
-    cache.append(k, normal(k.shape[0], G, D) if G else None, cu_seqlens=cu)
+    cache.append(k, normal(*k.shape[:2], cache.v.shape[3]) if G else None, cu_seqlens=cu)
     if cache.block_table is not None:
         assert case.page is not None
         pages = -(-torch.tensor(case.lengths) // case.page)

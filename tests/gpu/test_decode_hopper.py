@@ -1,4 +1,4 @@
-"""Latent attention on Hopper: ragged shapes within the budget, graphs, repeats, neighbours, and a
+"""Caches on Hopper: ragged shapes within the budget, graphs, repeats, neighbours, and a
 guard against a protocol that hangs."""
 
 import faulthandler
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.gpu.common import DEVICE, ints
-from tests.gpu.hopper_caches import CASES, HopperCase, call_of, draw, held, on_device
+from tests.gpu.hopper_caches import CASES, PREFILLS, HopperCase, call_of, draw, held, on_device
 from tilewise.core.backends import hopper_problem
 from tilewise.core.tolerance import assert_within_budget
 from tilewise.decode import warm
@@ -39,7 +39,7 @@ def no_hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     warm._kept.clear()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *PREFILLS), ids=lambda case: case.name)
 def test_within_the_budget(case: HopperCase) -> None:
     held(case)
 
@@ -63,8 +63,11 @@ def test_auto_takes_it_for_many_rows() -> None:
 
 
 @pytest.mark.parametrize("page", [None, 64])
-def test_a_graph_captured_short_is_right_for_any_lengths(page: int | None) -> None:
-    case = HopperCase("graph", 16, 2, (700, 3, 0, 333, 33, 64, 1), page)
+@pytest.mark.parametrize("queries", [2, 70])
+def test_a_graph_captured_short_is_right_for_any_lengths(queries: int, page: int | None) -> None:
+    # Many queries over keys and values, few over latents.
+    G = 2 if queries > 2 else 0
+    case = HopperCase("graph", 16, queries, (700, 3, 0, 333, 33, 64, 1), page, G=G)
     q, cache, options = draw(case)
     q_here, cache_here = on_device(q), on_device(cache)
     cache_here.lengths.copy_(ints(1, 1, 0, 32, 1, 0, 1))
@@ -84,8 +87,19 @@ def test_a_graph_captured_short_is_right_for_any_lengths(page: int | None) -> No
         assert_within_budget(out.cpu(), cache_reference(call).out, cache_eager(call).out)
 
 
-def test_repeats_give_the_same_bits() -> None:
-    q, cache, options = here(HopperCase("repeats", 128, 2, (5000, 17, 900)))
+@pytest.mark.parametrize(
+    "case",
+    [
+        HopperCase("repeats", 128, 2, (5000, 17, 900)),
+        HopperCase("repeats of a prefill", 16, (300, 1, 512), (5000, 17, 900), 16, G=4),
+    ],
+    ids=lambda case: case.name,
+)
+def test_repeats_give_the_same_bits(case: HopperCase) -> None:
+    q, cache, options = here(case)
+    if case.G:
+        # Rows that nobody owns are drawn as NaN.
+        q = q[:-2]
     first = tw.attention_with_cache_partial(q, cache, **options, backend="hopper")
     differs = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(500):
@@ -113,8 +127,22 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(got.out[at], alone.out[0]) and torch.equal(got.lse[at], alone.lse[0])
 
 
-def test_warm_calls_are_cold_ones() -> None:
-    case = HopperCase("warm", 16, 2, (900, 3, 333), sinks=True)
+_LENGTHS, _FIVE = (900, 3, 333), (900, 3, 333, 0, 64)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        HopperCase("latent", 16, 2, _LENGTHS, sinks=True),
+        HopperCase("pages of 16", 4, 130, _LENGTHS, 16, sinks=True, G=2),
+        HopperCase("contiguous", 4, 130, _LENGTHS, None, G=2),
+        HopperCase("batch_index", 4, 130, _FIVE, None, layout="batch_index", G=2),
+        HopperCase("mixed batch", 4, (130, 1, 70), _LENGTHS, 16, G=2),
+        HopperCase("D 40", 4, 130, _LENGTHS, 16, G=2, D=40),
+    ],
+    ids=lambda case: case.name,
+)
+def test_warm_calls_are_cold_ones(case: HopperCase) -> None:
     q, first, options = here(case)
     other, second, _ = here(case, seed=1)
     tw.attention_with_cache(q, first, **options, backend="hopper")
@@ -123,3 +151,18 @@ def test_warm_calls_are_cold_ones() -> None:
     assert len(warm._kept) == 1
     warm._kept.clear()
     assert torch.equal(tw.attention_with_cache(other, second, **options, backend="hopper"), got)
+
+
+def test_many_queries_over_contiguous_keys_are_warm() -> None:
+    """Dense attention's kernel runs them, whichever backend was named."""
+    case = HopperCase("contiguous", 32, 512, _LENGTHS, None, G=8)
+    q, first, options = here(case)
+    other, second, _ = here(case, seed=1)
+    for backend in ("auto", "triton", "hopper"):
+        warm._kept.clear()
+        tw.attention_with_cache(q, first, **options, backend=backend)
+        assert len(warm._kept) == 1
+        got = tw.attention_with_cache(other, second, **options, backend=backend)
+        assert len(warm._kept) == 1
+        call = call_of(*draw(case, seed=1))
+        assert_within_budget(got.cpu(), cache_reference(call).out, cache_eager(call).out)

@@ -22,7 +22,14 @@ MOST_ROWS = 1 << 28
 # Columns of the latents and of the rotated keys that the hopper backend reads, and the slots that
 # it copies at once.
 LATENT, ROTATED, HOPPER_TILE = 512, 64, 32
-HOPPER_DIMS = (64, 128)
+# Of keys and values that it splits; of those that it does not, the widest, and what pages have to
+# be multiples of: the rows that lie together in shared memory.
+HOPPER_DIMS, WIDEST_ON_HOPPER, ATOM = (64, 128), 256, 8
+# Queries of a sequence that make a prefill, a tile of them, and how many tiles fill a large GPU.
+LEAST_QUERIES, QUERY_TILE, ENOUGH_PROGRAMS = 64, 128, 120
+# Whether backend="auto" takes the hopper backend for prefills over pages, of packed queries and
+# through a batch_index; elsewhere dense attention's kernels run them. False until it was timed.
+TAKES_PREFILLS = False
 
 
 def choose(op: str, backend: str, call: CacheCall) -> str:
@@ -78,24 +85,23 @@ def why_not_hopper(call: CacheCall) -> str:
     """Why the hopper backend cannot run a call, as `why_not_triton`."""
     q, cache, terms = call.q, call.cache, call.terms
     # What most calls fail by is asked first.
-    D, E = cache.k.shape[3], cache.v.shape[3]
-    if not is_latent(call) and (D != E or D not in HOPPER_DIMS):
-        dims = " and ".join(map(str, HOPPER_DIMS))
-        return f"takes head dims {dims}, and latent caches of {LATENT} and {ROTATED} columns"
+    if not is_latent(call) and max(cache.k.shape[3], cache.v.shape[3]) > WIDEST_ON_HOPPER:
+        widest = f"head dims up to {WIDEST_ON_HOPPER}"
+        return f"takes {widest}, and latent caches of {LATENT} and {ROTATED} columns"
     problem = hopper_problem(q.device)
     if problem:
         return problem
     if q.dtype not in (torch.float16, torch.bfloat16) or cache.k.dtype != q.dtype:
         return f"computes float16 and bfloat16, got {q.dtype} over {cache.k.dtype}"
-    tile = HOPPER_TILE if is_latent(call) else 2 * HOPPER_TILE
+    tile = HOPPER_TILE if is_latent(call) else ATOM
     if cache.is_paged and cache.k.shape[1] % tile:
         return f"reads pages of multiples of {tile} slots, got {cache.k.shape[1]}"
     if not (_is_copied_by_tma(cache.k) and _is_copied_by_tma(cache.v)):
         return "reads caches whose rows begin at multiples of 16 bytes"
-    if terms.softcap is not None or terms.bias is not None or terms.alibi_slopes is not None:
-        return "adds no softcap, bias or ALiBi to scores"
-    if terms.scale <= LEAST_SCALE:
-        return f"takes scales above {LEAST_SCALE}, got {terms.scale}"
+    if terms.bias is not None:
+        return "adds no bias to scores"
+    if is_latent(call) and (problem := _term_problem(call)):
+        return problem
     problem = why_not_triton(call)
     if problem:
         return problem
@@ -104,6 +110,33 @@ def why_not_hopper(call: CacheCall) -> str:
     mask = SplitMask.of(call.mask)
     is_band = mask is not None and mask.tree is None
     return "" if is_band else "takes only windows and key ranges as masks"
+
+
+def _term_problem(call: CacheCall) -> str:
+    """What of a score only the kernel for prefills adds."""
+    terms = call.terms
+    if terms.softcap is not None or terms.alibi_slopes is not None:
+        return "adds no softcap or ALiBi to scores"
+    if terms.scale <= LEAST_SCALE:
+        return f"takes scales above {LEAST_SCALE}, got {terms.scale}"
+    return ""
+
+
+def is_prefill(call: CacheCall) -> bool:
+    """Whether a call of the hopper backend over no latent cache is one for the kernel that does not
+    split keys: of many queries, or of what the one that splits them does not do."""
+    D, E = call.cache.k.shape[3], call.cache.v.shape[3]
+    if D != E or D not in HOPPER_DIMS or _term_problem(call):
+        return True
+    if call.cache.is_paged and call.cache.k.shape[1] % (2 * HOPPER_TILE):
+        return True
+    return has_many_queries(call)
+
+
+def has_many_queries(call: CacheCall) -> bool:
+    """Whether queries alone may fill a GPU, and nobody asked how keys are split."""
+    is_free = call.splits.count is None and not call.splits.is_fixed
+    return is_free and call.most_queries >= LEAST_QUERIES
 
 
 def is_latent(call: CacheCall) -> bool:
@@ -116,9 +149,18 @@ def is_latent(call: CacheCall) -> bool:
 def is_faster_on_hopper(call: CacheCall) -> bool:
     """Whether a call that both take is rather for hopper than for triton. Of latents: with 16 rows
     of 16 sequences hopper was 3 % slower, with 16 of 128 it was 11 % faster, with 128 rows 2.6
-    times (H200, Triton 3.6, 2026-11-30). Other caches were not timed on it."""
-    is_large = call.cache.B >= 64 or call.most_queries * call.q.shape[-2] >= 64
-    return is_large and is_latent(call)
+    times (H200, Triton 3.6, 2026-11-30). The kernel that splits keys of other caches was not timed
+    on it."""
+    if is_latent(call):
+        return call.cache.B >= 64 or call.most_queries * call.q.shape[-2] >= 64
+    return TAKES_PREFILLS and has_many_queries(call) and fills_a_gpu(call)
+
+
+def fills_a_gpu(call: CacheCall) -> bool:
+    """Whether tiles of queries are as many as a large GPU runs programs."""
+    B = 1 if call.is_packed else call.q.shape[0]
+    M, H = call.q.shape[-3], call.q.shape[-2]
+    return B * H * -(-M // QUERY_TILE) >= ENOUGH_PROGRAMS
 
 
 def _is_copied_by_tma(x: torch.Tensor) -> bool:

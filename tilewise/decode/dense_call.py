@@ -6,17 +6,16 @@ know every mask.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..core.positions import Positions
 from ..dense.choice import why_not_hopper, why_not_triton
 from ..dense.piece import Piece
+from . import choice as caches
 from .call import CacheCall
-
-# Query tiles of the dense kernels, and how many programs fill a large GPU.
-_TILE, _ENOUGH = 128, 120
-_LEAST_QUERIES = 64
 
 
 def why_not_dense(call: CacheCall) -> str:
@@ -40,10 +39,8 @@ def takes(call: CacheCall) -> bool:
 
 def is_faster(call: CacheCall) -> bool:
     """Whether dense kernels fill the GPU by queries alone. Not where splits were asked for."""
-    B, M, H = call.q.shape[0], call.q.shape[-3], call.q.shape[-2]
-    if call.splits.count is not None or call.splits.is_fixed or M < _LEAST_QUERIES:
-        return False
-    return B * H * -(-M // _TILE) >= _ENOUGH and not why_not_dense(call)
+    is_large = caches.has_many_queries(call) and caches.fills_a_gpu(call)
+    return is_large and not why_not_dense(call)
 
 
 def piece_of(call: CacheCall) -> Piece:
@@ -53,16 +50,26 @@ def piece_of(call: CacheCall) -> Piece:
     return Piece(call.q, cache.k, cache.v, call.whole_mask, at, call.terms)
 
 
-def dense_forward(call: CacheCall, out: Tensor, lse: Tensor) -> None:
-    """Write out and, where it has room, lse. Nothing is checked here."""
+def dense_forward(call: CacheCall, out: Tensor, lse: Tensor) -> Any:
+    """Write out and, where it has room, lse. Nothing is checked here.
+
+    Returns: what runs calls like this one again, or None.
+    """
     from ..dense.triton_call import TritonCall
 
     piece = piece_of(call)
-    if why_not_hopper(piece):
-        from ..dense.triton_forward import Forward
+    if not why_not_hopper(piece):
+        if not caches.why_not_hopper(call):
+            # The same kernel, whose sequences this package places.
+            from .hopper_prefill_call import PrefillForward
+            from .triton_call import cache_attention_fwd
+
+            return cache_attention_fwd(call, out, lse, PrefillForward)
+        from ..dense.hopper_call import Forward
     else:
-        from ..dense.hopper_call import Forward  # type: ignore[assignment]
+        from ..dense.triton_forward import Forward  # type: ignore[assignment]
     found = Forward(TritonCall(piece), out.dtype).run(piece.q, piece.k, piece.v)
     out.copy_(found[0])
     if lse.numel():
         lse.copy_(found[1].to(torch.float32))
+    return None

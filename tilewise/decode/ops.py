@@ -13,7 +13,7 @@ from ..dense.piece import Terms
 from .append import append_checked, check_latent
 from .cache import KVCache
 from .call import CacheCall, Splits, check_contents
-from .choice import choose, is_latent
+from .choice import choose, is_latent, is_prefill
 from .rotary import Rotary
 
 _REST = (
@@ -120,14 +120,25 @@ def run_kernels(backend: str, call: CacheCall, out: Tensor, lse: Tensor) -> Any:
     from . import dense_call, triton_call
 
     if backend == "hopper":
-        from .hopper_call import MlaForward, SplitForward
-
-        make = MlaForward if is_latent(call) else SplitForward
-        return triton_call.cache_attention_fwd(call, out, lse, make)
+        return triton_call.cache_attention_fwd(call, out, lse, _hopper_forward(call))
     if dense_call.takes(call):
-        dense_call.dense_forward(call, out, lse)
-        return None
+        return dense_call.dense_forward(call, out, lse)
     return triton_call.cache_attention_fwd(call, out, lse)
+
+
+def _hopper_forward(call: CacheCall) -> Any:
+    """What makes a call of the hopper backend ready."""
+    if is_latent(call):
+        from .hopper_call import MlaForward
+
+        return MlaForward
+    if is_prefill(call):
+        from .hopper_prefill_call import PrefillForward
+
+        return PrefillForward
+    from .hopper_call import SplitForward
+
+    return SplitForward
 
 
 def _fwd(out: Tensor, lse: Tensor, q: Tensor, *rest: Any) -> None:

@@ -35,6 +35,8 @@ from .triton_split_kv import (
 )
 
 FAR = _FAR.value
+# Queries of a sequence that a tile is made for, where longer ones are another kernel's.
+_DRAFTS = 4
 # Programs of the interpreter.
 _INTERPRETED = 3
 _COMBINE = Config(0, 0, 4, 1)
@@ -89,10 +91,13 @@ def shares_storage(call: CacheCall, widest: int) -> bool:
 
 
 class SplitCall:
-    """One call: everything but its results."""
+    """One call: everything but its results.
 
-    def __init__(self, call: CacheCall) -> None:
-        self.call, self.device = call, call.q.device
+    most: sequences of more queries are left to another kernel, None where there is none.
+    """
+
+    def __init__(self, call: CacheCall, most: int | None = None) -> None:
+        self.call, self.device, self.most = call, call.q.device, most
         cache = call.cache
         self.G, self.D = cache.k.shape[2:4]
         self.E, self.H, self.group = cache.v.shape[3], call.q.shape[-2], call.group
@@ -114,6 +119,9 @@ class SplitCall:
         )
         is_fixed = call.splits.is_fixed or call.splits.count is not None
         rows = call.most_queries * call.group
+        if most is not None:
+            # Beside prefills a sequence mostly has one query, or a few drafts.
+            rows = min(rows, _DRAFTS * call.group)
         self.block_m = block_rows(rows, call.group, call.splits.is_fixed, self.key)
         self.config: SplitConfig = split_config(self.key, self.block_m)
         # The cache as kernels see it.
@@ -220,6 +228,7 @@ class SplitCall:
             code(self.quantum),
             code(0 if bits is None or bits.shape[0] == 1 else bits.shape[1]),
             code(0 if bits is None else bits.shape[1]),
+            None if self.most is None else code(self.most),
         )
 
     def terms(self) -> ScoreTerms:
@@ -386,7 +395,6 @@ class Forward:
             self._compiled = (main, combine)
         # The tensors belong to the caller; their addresses come anew with each call.
         self._place, self._terms, self._scales = tuple(place)[9:], tuple(terms), scales[2:]
-        self._slopes_stride = terms.slopes[1]
         del self._given, self._split
         return self._compiled is not None
 
@@ -406,14 +414,9 @@ class Forward:
         sq, sk, sv, so, sl = self._strides
         buffer = self._slots.buffer(self.device)
         partials = self._slots.addresses(buffer.data_ptr())
-        place = (
-            cache.lengths.data_ptr(), _address(cu), _address(cache.block_table),
-            _address(cache.batch_index), None, None, None, _address(cache.starts), None,
-            *self._place,
-        )  # fmt: skip
+        place = addresses_of(cache, cu, self._place)
         sinks_at = _address(sinks)
-        terms = (*self._terms[:4], (_address(slopes), self._slopes_stride), sinks_at,
-                 *self._terms[6:])  # fmt: skip
+        terms = terms_at(self._terms, slopes, sinks)
         scales = (_address(cache.k_scale), _address(cache.v_scale), *self._scales)
         to = (out.data_ptr(), *so)
         statistics = (_address(lse), *sl)
@@ -431,8 +434,8 @@ class Forward:
 
 
 def cache_attention_fwd(
-    call: CacheCall, out: Tensor, lse: Tensor, make: Callable[..., Forward] | None = None
-) -> Forward | None:
+    call: CacheCall, out: Tensor, lse: Tensor, make: Callable[..., Any] | None = None
+) -> Any:
     """Write out and, where it has room, lse. Nothing is checked here.
 
     make: what makes the forward ready, where it is not Triton's.
@@ -454,6 +457,19 @@ def combine_tile(rows_per_unit: int, E: int) -> tuple[int, int, int]:
     width = min(128, 1 << (E - 1).bit_length())
     rows = 4 if rows_per_unit >= 16 else 1
     return rows, max(2, min(16, 8192 // (rows * width))), width
+
+
+def addresses_of(cache: KVCache, cu: Tensor | None, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The `CachePlace` of a call whose mask has no tensors, addresses in place of tensors."""
+    return (
+        cache.lengths.data_ptr(), _address(cu), _address(cache.block_table),
+        _address(cache.batch_index), None, None, None, _address(cache.starts), None, *numbers,
+    )  # fmt: skip
+
+
+def terms_at(terms: tuple[Any, ...], slopes: Tensor | None, sinks: Tensor | None) -> Any:
+    """`ScoreTerms` of other slopes and sinks, by their addresses."""
+    return (*terms[:4], (_address(slopes), terms[4][1]), _address(sinks), *terms[6:])
 
 
 def _address(x: Tensor | None) -> int | None:

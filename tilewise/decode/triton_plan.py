@@ -31,6 +31,7 @@ class CachePlace(NamedTuple):
     M: queries of a sequence, or all packed ones. storage: rows or pages that there
     are. width: the table's row stride, and width_in_use its columns.
     left, right: of the window. own: its offset, where it has one. quantum: in key tiles.
+    most: sequences of more queries are another kernel's; None where there is none.
     """
 
     lengths: Any
@@ -55,6 +56,7 @@ class CachePlace(NamedTuple):
     quantum: Any
     tree_stride: Any
     tree_bits: Any
+    most: Any
 
 
 class CacheBuild(NamedTuple):
@@ -127,6 +129,8 @@ def sequence_of(place, b, exists, BUILD: tl.constexpr):
         q_first = _clamp(tl.load(place.cu_q + b, mask=exists, other=0), 0, T)
         end = _clamp(tl.load(place.cu_q + b + 1, mask=is_real, other=0), 0, T)
         q_stored = tl.maximum(tl.where(is_real, end, T) - q_first, 0)
+        if place.most is not None:
+            q_stored = tl.where(is_real & (q_stored > decode(place.most)), 0, q_stored)
     q_used = tl.where(is_real, q_stored, 0)
     lengths = tl.load(place.lengths + b, mask=is_real, other=0)
     k_used = _clamp(lengths, 0, decode(place.capacity))

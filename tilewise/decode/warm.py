@@ -83,7 +83,9 @@ def _cache_form(cache: KVCache) -> Any:
 def _form(x: Tensor | None) -> Any:
     if x is None:
         return None
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
+    # Where it begins decides how it is read: float8 as pairs from an even address, by TMA or wide
+    # loads from a multiple of 16.
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
 
 
 def find(key: tuple[Any, ...] | None) -> Any:

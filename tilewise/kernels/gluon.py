@@ -26,6 +26,7 @@ __all__ = [
     "FIRST_FREE",
     "TensorDescriptor",
     "as_atoms",
+    "as_blocks",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -65,6 +66,15 @@ def as_atoms(ring, n_atoms, width, _semantic=None):
     n_atoms, width = _unwrap_if_constexpr(n_atoms), _unwrap_if_constexpr(width)
     layout = gl.NVMMASharedLayout(2 * width, 16, rank=2)
     return _reinterpret(ring, ring.dtype, [n_atoms, 8, width], layout, _semantic=_semantic)
+
+
+@builtin
+def as_blocks(ring, n_blocks, rows, width, _semantic=None):
+    """The same as blocks of whole atoms, `[n_blocks, 1, 1, rows, width]`, each as TMA copies it."""
+    n_blocks, rows, width = (_unwrap_if_constexpr(x) for x in (n_blocks, rows, width))
+    layout = gl.NVMMASharedLayout(2 * width, 16, rank=4)
+    shape = [n_blocks, 1, 1, rows, width]
+    return _reinterpret(ring, ring.dtype, shape, layout, _semantic=_semantic)
 
 
 @builtin
@@ -153,6 +163,36 @@ def flag_read(NAME: gl.constexpr, some_int):
     """The flag as a scalar. some_int: one that changes between votes, which pins the order."""
     ptx: gl.constexpr = _read_ptx(NAME)
     return gl.inline_asm_elementwise(ptx, "=r,r", [some_int], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# ---------------------------------------------------------------- a number in each lane of a warp
+#
+# Of a partition of one warp. In the same way: a register holds a number of each lane's own, and a
+# shuffle hands that of any lane to all of them, as a scalar.
+
+
+@gluon.constexpr_function
+def _keep_ptx(name):
+    return f"mov.b32 {name}, $1; mov.b32 $0, 0;"
+
+
+@gluon.constexpr_function
+def _shuffle_ptx(name):
+    return f"shfl.sync.idx.b32 $0, {name}, $1, 31, 0xffffffff;"
+
+
+@gluon.jit
+def lanes_keep(NAME: gl.constexpr, x):
+    """Keep x, int32 `[32]`, in the register that `flag_declare` made."""
+    ptx: gl.constexpr = _keep_ptx(NAME)
+    gl.inline_asm_elementwise(ptx, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def lanes_read(NAME: gl.constexpr, lane):
+    """What was kept of a lane, a scalar. All lanes have to come by."""
+    ptx: gl.constexpr = _shuffle_ptx(NAME)
+    return gl.inline_asm_elementwise(ptx, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
 
 
 # ---------------------------------------------------------------- accumulators
