@@ -142,8 +142,11 @@ def check(name: str, target: str) -> None:
 
 def test_many_queries_over_a_contiguous_cache_are_a_dense_call(monkeypatch: Any) -> None:
     monkeypatch.setattr(choice, "triton_problem", lambda device: "")
+    found = {x.name for x in compile_call(attend(M=512), "sm_80")}
+    assert found == {"place_sequences", "attention_fwd"}
+    monkeypatch.setattr(choice, "hopper_problem", lambda device: "")
     found = {x.name for x in compile_call(attend(M=512), "sm_90")}
-    assert found == {"place_sequences", "attention_fwd_hopper"}
+    assert found == {"place_prefill", "attention_fwd_hopper"}
     found = {x.name for x in compile_call(attend(M=512, num_splits=4), "sm_90")}
     assert found == {"cache_attention_fwd", "cache_combine"}
 
