@@ -15,6 +15,7 @@ DESCRIPTOR = 0x00000001011C7810, 0x000FC80007F1E0FF  # IADD3 R28, P0, R1, 0x1, R
 UPPER_HALF = 0xC0000010011D7810, 0x000FC800007FE4FF  # IADD3.X R29, R1, -0x3ffffff0, RZ, P0, !PT
 SHIFT = 0x000000043F187899, 0x000FE40008011618  # USHF.R.U32.HI UR24, URZ, 0x4, UR24
 UNIFORM_SUM = 0x0000004018187890, 0x000FC8000FF1E03F  # UIADD3 UR24, UP0, UR24, 0x40, URZ
+REDUX = 0x00000000081873C4, 0x000E64000000C200  # REDUX.SUM.S32 UR24, R8
 LOAD = 0x0000820000247AB9, 0x000FE20000000A00  # ULDC.64 UR36, c[0x0][0x208]
 WIDE_SUM = 0x0000000224187897, 0x000FE4000FFFE03F  # UIADD3.64 UR24, UR36, 0x2, URZ
 
@@ -50,7 +51,8 @@ def test_an_operand_that_stands_at_the_stack_pointer_is_found(wrong: tuple[int, 
 
 def test_a_uniform_register_must_be_written_before_it_is_added_to() -> None:
     assert loses_an_operand(elf(".text.kernel", PUSH, UNIFORM_SUM))
-    assert not loses_an_operand(elf(".text.kernel", PUSH, SHIFT, UNIFORM_SUM))
+    for write in (SHIFT, REDUX):
+        assert not loses_an_operand(elf(".text.kernel", PUSH, write, UNIFORM_SUM))
     assert loses_an_operand(elf(".text.kernel", UNIFORM_SUM, SHIFT))
     assert loses_an_operand(elf(".text.kernel", WIDE_SUM))
     assert not loses_an_operand(elf(".text.kernel", LOAD, WIDE_SUM, UNIFORM_SUM))
