@@ -62,7 +62,7 @@ class PrefillForward:
             code(few), PlaceBuild(singles.has_own, singles.singles, _BLOCK), block_m
         )  # fmt: skip
         n_tiles, n_sequences = as_dense.count_tiles(M, block_m), as_dense.n_sequences
-        self._sizes = [code(x) for x in (n_tiles, n_sequences, B, H, call.group)]
+        self._sizes = [code(x) for x in (n_tiles, n_sequences, B, H, call.group, 1)]
         self._table_shape = n_sequences + 1, _FIELDS
         n_heads = H if call.is_packed else B * H
         self._grid = (min(n_tiles * n_heads, dense._multiprocessors(self.device)), 1, 1)
