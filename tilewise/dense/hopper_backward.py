@@ -143,21 +143,11 @@ def _mma_partition(
         mbarrier.wait(memory.do_full.index(0), 0)
         dp = issue_product(v_own, memory.dout, 0, VALUE_DIM)
         s, dp = warpgroup_mma_wait(0, [s, dp])
-        # There is no dS before the first block's.
-        s, dp, dk, dv = _visit_in_turn(
-            s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, 0, head, i, 0, True, ID,
-            BUILD,
-        )  # fmt: skip
-        before = number_of(work, head, i)
-        head, i = next_block(work, head, i)
-        for j in range(1, work.n_all):
-            s, dp, dk, dv = _visit_in_turn(
-                s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i, before,
-                False, ID, BUILD,
-            )  # fmt: skip
-            before = number_of(work, head, i)
-            head, i = next_block(work, head, i)
-        _add_last_dq(descs, memory, work.n_all - 1, before, ID, BUILD)
+        # Keys that no row sees have no block, and after the first Q there comes none.
+        if work.n_all > 0:
+            dk, dv = _visit_all_in_turn(
+                s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, ID, BUILD
+            )
         # The turn that nobody takes.
         if ID == 0:
             _take_turn(ID)
@@ -239,6 +229,31 @@ def _share_ds(memory, ds, j, ID: gl.constexpr, BUILD: gl.constexpr):
     memory.ds.index(place * _N_CONSUMERS + ID).store(ds)
     fence_async_shared()
     mbarrier.arrive(memory.ds_full.index(place), count=1)
+
+
+@gluon.jit
+def _visit_all_in_turn(
+    s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work,
+    ID: gl.constexpr, BUILD: gl.constexpr,
+):  # fmt: skip
+    """All blocks, at least one, from the first one's scores and dP^T on. Returns: dk, dv."""
+    head, i = 0, 0
+    # There is no dS before the first block's.
+    s, dp, dk, dv = _visit_in_turn(
+        s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, 0, head, i, 0, True, ID,
+        BUILD,
+    )  # fmt: skip
+    before = number_of(work, head, i)
+    head, i = next_block(work, head, i)
+    for j in range(1, work.n_all):
+        s, dp, dk, dv = _visit_in_turn(
+            s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i, before,
+            False, ID, BUILD,
+        )  # fmt: skip
+        before = number_of(work, head, i)
+        head, i = next_block(work, head, i)
+    _add_last_dq(descs, memory, work.n_all - 1, before, ID, BUILD)
+    return dk, dv
 
 
 @gluon.jit
