@@ -66,6 +66,9 @@ class Pointer:
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.of, self.offset + other)
 
+    def __sub__(self, other: Any) -> Pointer:
+        return Pointer(self.of, self.offset - other)
+
     def __getitem__(self, key: Any) -> Pointer:
         return Pointer(self.of, self.offset[key])
 
@@ -83,7 +86,8 @@ class Pointer:
         if not flat.numel():
             return torch.full(at.shape, other, dtype=self.of.dtype).as_subclass(Value)
         found = flat[at.as_subclass(torch.Tensor)]
-        return torch.where(mask, found, torch.tensor(other, dtype=self.of.dtype)).as_subclass(Value)
+        other = torch.as_tensor(other, dtype=self.of.dtype)
+        return torch.where(mask, found, other).as_subclass(Value)
 
     def store(self, x: Any, mask: Any = None) -> None:
         flat, at, mask = self._at(mask)
@@ -161,6 +165,26 @@ class Numbers:
         self.memory.copy_(x.as_subclass(torch.Tensor))
 
 
+class Floats:
+    """fp32 by slot, or some of a slot: one after the other."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+    def index(self, i: Any) -> Floats:
+        assert 0 <= int(i) < self.memory.shape[0], "a slot that there is not"
+        return Floats(self.memory[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Floats:
+        return Floats(self.memory.narrow(dim, start, length))
+
+    def load(self, layout: Any = None) -> Any:
+        return self.memory.clone().as_subclass(Value)
+
+    def store(self, x: Any) -> None:
+        self.memory.copy_(x.as_subclass(torch.Tensor))
+
+
 class Barrier:
     """An mbarrier: phases end when all have arrived and all bytes are there."""
 
@@ -190,6 +214,14 @@ class Descriptor:
         nbytes = torch.Size(of.block_shape).numel() * of.base.element_size()
         self.block_type = SimpleNamespace(nbytes=nbytes)
 
+    def _cells(self, at: Sequence[Any]) -> torch.Tensor:
+        """Of numbers, one or two dims: a block, or as much of it as there is."""
+        cells = self.of.base.as_strided(self.of.shape, self.of.strides)
+        for i, (start, n) in enumerate(zip(at, self.of.block_shape, strict=True)):
+            first = min(int(start), cells.shape[i])
+            cells = cells.narrow(i, first, min(n, cells.shape[i] - first))
+        return cells
+
     def _rows(self, at: Sequence[Any]) -> tuple[torch.Tensor, list[int], torch.Tensor]:
         a, b, row, column = (int(x) for x in at)
         A, B, N, D = self.of.shape
@@ -203,6 +235,10 @@ class Descriptor:
         return x[a, b, row : row + here[0], column : column + here[1]], list(here), x
 
     def read(self, at: Sequence[Any]) -> torch.Tensor:
+        if len(self.of.block_shape) < 4:
+            cells = self._cells(at)
+            missing = self.of.block_shape[0] - cells.shape[0]
+            return torch.cat([cells, cells.new_zeros(missing, *cells.shape[1:])])
         found, here, _ = self._rows(at)
         tile = found.new_zeros(self.of.block_shape[2:])
         tile[: here[0], : here[1]] = found
@@ -212,14 +248,27 @@ class Descriptor:
         found, here, _ = self._rows(at)
         found.copy_(tile[: here[0], : here[1]])
 
+    def add(self, at: Sequence[Any], tile: torch.Tensor) -> None:
+        cells = self._cells(at)
+        assert cells.shape == tile.shape, "sums outside of their tensor"
+        cells.add_(tile)
+
 
 class Product:
     """A product of a warp group that may not have been made yet."""
 
     def __init__(self, left: Any, right: Shared, acc: Any, adds: bool) -> None:
         self.left, self.right, self.acc, self.adds, self.done = left, right, acc, adds, None
+        self.seen = self._tiles() if _now().is_strict else []
+
+    def _tiles(self) -> list[torch.Tensor]:
+        """What it reads from shared memory."""
+        return [x.tile().clone() for x in (self.left, self.right) if isinstance(x, Shared)]
 
     def make(self) -> None:
+        for was, tile in zip(self.seen, self._tiles(), strict=False):
+            same = (was == tile) | (was.isnan() & tile.isnan())
+            assert bool(same.all()), "memory changes under a product, or is not there yet"
         left = self.left.tile() if isinstance(self.left, Shared) else self.left
         acc = self.acc.done if isinstance(self.acc, Product) else self.acc
         x = left.as_subclass(torch.Tensor).float() @ self.right.tile().float()
@@ -236,17 +285,22 @@ class Role(threading.Thread):
         super().__init__(daemon=True)
         self.machine, self.function, self.warps = machine, run, warps
         self.products: list[Product] = []
-        self.stores: list[Any] = []
+        # Those that still read memory, by number, and how many there were.
+        self.stores: set[int] = set()
+        self.n_stores = 0
         self.flags: dict[str, Any] = {}
         self.is_ready: Callable[[], bool] = _always
         self.turn = threading.Semaphore(0)
+        self.pace = 1.0
 
+    @torch.no_grad()
     def run(self) -> None:
         self.turn.acquire()
         try:
             self.machine.check()
             self.function()
             assert not self.products, "a role ends before its products"
+            assert not (self.stores and self.machine.is_strict), "a role ends before its stores"
         except BaseException as error:
             self.machine.error = self.machine.error or error
         self.machine.leave(self)
@@ -257,10 +311,16 @@ def _always() -> bool:
 
 
 class Machine:
-    """A program: its roles take turns, drawn at random; copies come about in between."""
+    """A program: its roles take turns, drawn at random; copies come about in between.
 
-    def __init__(self, seed: int) -> None:
+    is_strict: what a product reads is there from when it is issued until it is waited for, nothing
+    is on its way when roles end, and some roles and the copies may be far slower than others.
+    """
+
+    def __init__(self, seed: int, is_strict: bool = False) -> None:
         self.random = random.Random(seed)
+        self.is_strict = is_strict
+        self.copies_by_chance = self.random.choice((0.0, 0.3, 0.9)) if is_strict else 0.3
         self.roles: list[Role] = []
         self.copies: list[Callable[[], None]] = []
         self.named: dict[int, list[int]] = {}
@@ -273,12 +333,14 @@ class Machine:
         ]
         roles = list(self.roles)
         for role in roles:
+            role.pace = self.random.choice((1.0, 1.0, 0.001)) if self.is_strict else 1.0
             role.start()
         self._choose().turn.release()
         for role in roles:
             role.join()
         if self.error is not None:
             raise self.error
+        assert not (self.copies and self.is_strict), "copies land after a program's end"
         while self.copies:
             self.copies.pop(0)()
         assert not any(arrived for _, arrived in self.named.values()), "arrivals nobody waits for"
@@ -291,16 +353,22 @@ class Machine:
     def leave(self, role: Role) -> None:
         self.roles.remove(role)
         if self.roles:
-            self._choose().turn.release()
+            try:
+                chosen = self._choose()
+            except BaseException as error:
+                self.error, chosen = error, self.roles[0]
+            chosen.turn.release()
 
     def _choose(self) -> Role:
         """Who is next. Copies come about before, some of them or as many as it takes."""
         if self.error is not None:
             return self.roles[0]
-        while self.copies and self.random.random() < 0.3:
+        while self.copies and self.random.random() < self.copies_by_chance:
             self._copy()
         while True:
             ready = [role for role in self.roles if role.is_ready()]
+            if ready and self.is_strict:
+                return self.random.choices(ready, [role.pace for role in ready])[0]
             if ready:
                 return self.random.choice(ready)
             if not self.copies:
@@ -404,13 +472,22 @@ def _tma_load(desc: Descriptor, at: Sequence[Any], barrier: Barrier, tile: Share
 
 
 def _tma_store(desc: Descriptor, at: Sequence[Any], tile: Shared) -> None:
+    _send(desc.write, at, tile)
+
+
+def _tma_reduce_add(desc: Descriptor, at: Sequence[Any], tile: Shared) -> None:
+    _send(desc.add, at, tile)
+
+
+def _send(put: Callable[..., None], at: Sequence[Any], tile: Shared) -> None:
     role, at = _role(), [int(x) for x in at]
-    mark = object()
-    role.stores.append(mark)
+    number = role.n_stores
+    role.n_stores += 1
+    role.stores.add(number)
 
     def copy() -> None:
-        desc.write(at, tile.tile())
-        role.stores.remove(mark)
+        put(at, tile.tile())
+        role.stores.remove(number)
 
     _now().copies.append(copy)
     _now().give_way()
@@ -418,7 +495,9 @@ def _tma_store(desc: Descriptor, at: Sequence[Any], tile: Shared) -> None:
 
 def _tma_store_wait(pending: int) -> None:
     role = _role()
-    _now().give_way(lambda: len(role.stores) <= pending)
+    # All but the last ones; which of those are done is not said.
+    stop = role.n_stores - pending
+    _now().give_way(lambda: all(number >= stop for number in role.stores))
 
 
 def _warpgroup_mma(left: Any, right: Any, acc: Any, use_acc: bool = True, is_async: bool = False):
@@ -434,7 +513,7 @@ def _warpgroup_mma_wait(num_outstanding: int, deps: Sequence[Product]) -> Any:
     products = _role().products
     while len(products) > num_outstanding:
         products.pop(0).make()
-    made = [x if x.done is None else x.done for x in deps]
+    made = [x if getattr(x, "done", None) is None else x.done for x in deps]
     return made[0] if len(made) == 1 else tuple(made)
 
 
@@ -486,10 +565,12 @@ _STAND_INS: dict[str, Any] = {
     "sync_partition": lambda: None,
     "tanh_fast": torch.tanh,
     "tma_load": _tma_load,
+    "tma_reduce_add": _tma_reduce_add,
     "tma_store": _tma_store,
     "tma_store_wait": _tma_store_wait,
     "unpack_pairs": lambda x, dtype, layout, rows, cols: x,
     "warpgroup_mma": _warpgroup_mma,
+    "warpgroup_mma_init": lambda x: x,
     "warpgroup_mma_wait": _warpgroup_mma_wait,
 }
 
@@ -500,10 +581,13 @@ _STAND_INS: dict[str, Any] = {
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
     if layout == "barrier":
         return Barriers(shape[0])
+    if len(shape) == 2 and dtype == torch.float32:
+        return Floats(torch.full(tuple(shape), float("nan"), dtype=dtype))
     if len(shape) == 2:
         return Numbers(torch.full(tuple(shape), -7, dtype=dtype))
-    slots, _, _, rows, columns = shape
-    width = min(columns, _PANEL)
+    slots, rows, columns = shape[0], *shape[-2:]
+    # What is not a tile of products has no panels.
+    width = columns if dtype == torch.float32 else min(columns, _PANEL)
     return Shared(torch.full((slots, columns // width, rows, width), float("nan"), dtype=dtype))
 
 
@@ -526,6 +610,15 @@ def _atomic_add(pointer: Pointer, x: Any) -> Any:
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
     x = pointer.load(mask, other)
     return x if x.is_floating_point() else x.long()
+
+
+class _Layout:
+    """One that nobody asks anything."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    get_default_for = classmethod(lambda cls, *arguments: cls())
 
 
 _PROGRAM = SimpleNamespace(id=0, count=1)
@@ -562,10 +655,11 @@ _LANGUAGE: dict[str, Any] = {
     **{
         name: lambda *arguments, **options: None
         for name in (
-            "BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "NVMMASharedLayout",
+            "BlockedLayout", "DistributedLinearLayout", "DotOperandLayout",
             "NVMMADistributedLayout", "SliceLayout", "SwizzledSharedLayout",
         )
     },
+    "NVMMASharedLayout": _Layout,
 }  # fmt: skip
 _language = SimpleNamespace(**_LANGUAGE)
 _translated: dict[int, Any] = {}
@@ -620,8 +714,16 @@ def _given(x: Any) -> Any:
     return value(x) if type(x) is int else x
 
 
-def emulate(kernel: Any, grid: Sequence[int], arguments: Sequence[Any], seed: int = 0) -> None:
-    """Run a grid of a kernel's programs, one after the other."""
+@torch.no_grad()
+def emulate(
+    kernel: Any,
+    grid: Sequence[int],
+    arguments: Sequence[Any],
+    seed: int = 0,
+    *,
+    is_strict: bool = False,
+) -> None:
+    """Run a grid of a kernel's programs, one after the other. is_strict: see `Machine`."""
     global _machine
     given = [
         x if p.is_constexpr else _given(x) for p, x in zip(kernel.params, arguments, strict=True)
@@ -629,7 +731,7 @@ def emulate(kernel: Any, grid: Sequence[int], arguments: Sequence[Any], seed: in
     run = translated(kernel)
     for program in range(grid[0]):
         _PROGRAM.id, _PROGRAM.count = program, grid[0]
-        _machine = Machine(seed * 1000 + program)
+        _machine = Machine(seed * 1000 + program, is_strict)
         try:
             run(*given)
         finally:
@@ -637,14 +739,16 @@ def emulate(kernel: Any, grid: Sequence[int], arguments: Sequence[Any], seed: in
 
 
 @contextmanager
-def emulated(seed: int = 0, skip: Sequence[str] = ()) -> Iterator[list[str]]:
+def emulated(
+    seed: int = 0, skip: Sequence[str] = (), *, is_strict: bool = False
+) -> Iterator[list[str]]:
     """Launches run here. skip: kernels that are not. Yields: the names of all."""
     names: list[str] = []
 
     def run(kernel: Any, grid: tuple[int, ...], config: Any, arguments: Sequence[Any]) -> None:
         names.append(kernel.__name__)
         if kernel.__name__ not in skip:
-            emulate(kernel, grid, arguments, seed)
+            emulate(kernel, grid, arguments, seed, is_strict=is_strict)
 
     was = launching._run
     launching._run = run

@@ -25,7 +25,7 @@ SPLIT, COMBINE = "_cache_attention_fwd_kernel", "_cache_combine_kernel"
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a Hopper GPU with three processors."""
+    """As on a Hopper GPU with three processors, where the kernel runs."""
     from tilewise.decode import triton_call
     from tilewise.dense import hopper_call
     from tilewise.kernels import launch
@@ -33,6 +33,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (choice, dense_choice):
         monkeypatch.setattr(module, "triton_problem", lambda device: "")
         monkeypatch.setattr(module, "hopper_problem", lambda device: "")
+    monkeypatch.setattr(choice, "RUNS_PREFILLS", True)
     monkeypatch.setattr(launch, "_gpu_architecture", lambda device: "sm_90")
     for module in (hopper_call, triton_call):
         monkeypatch.setattr(module, "_multiprocessors", lambda device: 3)
