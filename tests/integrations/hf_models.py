@@ -141,6 +141,9 @@ def _switch(model: PreTrainedModel, name: str) -> None:
             module.set_attn_implementation(name)
 
 
+Loss = Callable[[Any], Tensor]
+
+
 @dataclass(frozen=True)
 class Trio:
     """One model three times, with the same weights."""
@@ -184,14 +187,21 @@ class Trio:
         assert_within_budget(got, exact, eager)
         return got
 
-    def check_gradients(self, loss: Callable[[Any], Tensor], /, **inputs: Any) -> None:
+    def check_gradients(
+        self, loss: Loss, /, *others: tuple[Loss, dict[str, Any]], **inputs: Any
+    ) -> None:
         """Hold the gradients of `loss(model(**inputs))` for every parameter against the budget.
+
+        others: losses of inputs that are the same in another order. How far eager is off is
+        chance too, and of all of them the worst counts: with the sentences of `test_minilm` in
+        other orders it is off by 2 to 8 times as much.
 
         Sums over tokens, heads and experts cancel, and a gradient may have four entries, so its
         floor is the most that is lost in three runs of the exact model in which the result of each
         layer is off by a rounding of the tested dtype.
         """
-        got, eager, exact = (_gradients(model, loss, inputs) for model in self.all)
+        got, exact = (_gradients(model, loss, inputs) for model in (self.got, self.exact))
+        eagers = [_gradients(self.eager, *given) for given in ((loss, inputs), *others)]
         with _rounding(self.exact, self.got.dtype):
             rounded = [_gradients(self.exact, loss, inputs) for _ in range(3)]
         for name in got:
@@ -202,10 +212,12 @@ class Trio:
                 if float(exact[name].abs().max()) < 1e-9 * float(size):
                     continue
             floor = max(float((other[name] - exact[name]).abs().max()) for other in rounded)
-            assert_within_budget(got[name], exact[name], eager[name], name=name, floor=floor)
+            of = exact[name]
+            eager = max((x[name] for x in eagers), key=lambda x, of=of: float((x - of).abs().max()))
+            assert_within_budget(got[name], of, eager, name=name, floor=floor)
 
 
-def _gradients(model: Any, loss: Callable[[Any], Tensor], inputs: dict[str, Any]) -> Any:
+def _gradients(model: Any, loss: Loss, inputs: dict[str, Any]) -> Any:
     model.zero_grad()
     loss(model(**_cast(inputs, model.dtype))).backward()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -61,7 +61,7 @@ def _wants_interpreter() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def triton_problem(device: torch.device) -> str:
     """Why Triton's kernels cannot run on a device, as a verb phrase; empty where they can.
 

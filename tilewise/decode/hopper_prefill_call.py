@@ -15,7 +15,7 @@ from ..dense.hopper_config import forward_config, tile_dim
 from ..dense.hopper_descriptors import describe, described_as, spread, tile_layout
 from ..dense.hopper_producer import ROWS, Tickets
 from ..dense.piece import Piece
-from ..dense.triton_call import TritonCall, align_rows, padded_dim
+from ..dense.triton_call import L2_BYTES, TritonCall, align_rows, padded_dim
 from ..kernels.launch import UNTILED, Config, launch, relaunch
 from ..kernels.placement import FIELDS
 from ..kernels.structs import Call, MaskData, Operand, Placement, Statistics, absent, code
@@ -190,7 +190,7 @@ def _heads_together(
     if band.left == band.right == UNBOUNDED:
         return 1
     bytes_of_head = max(1, call.cache.capacity) * sum(dims) * call.q.element_size()
-    return max(1, min(n_heads, dense.L2_BYTES * call.group // bytes_of_head))
+    return max(1, min(n_heads, L2_BYTES * call.group // bytes_of_head))
 
 
 def _takes_results(out: Tensor) -> bool:
