@@ -13,7 +13,7 @@ from tests.helpers import UNDER_TEST
 
 HERE = Path(__file__).resolve().parent
 FILES = sorted(path.name for path in HERE.glob("test_*.py") if path != Path(__file__).resolve())
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 
 
 @pytest.mark.skipif(UNDER_TEST.backend is not None, reason="the files themselves are collected")
