@@ -128,6 +128,7 @@ class SplitCall:
         self.is_paired = self._reads_pairs()
         self.k, self.v = (x.view(torch.int16) if self.is_paired else x for x in (cache.k, cache.v))
         self.is_fixed = is_fixed
+        # Of most units: how many programs merge their parts.
         self.rows_per_unit = max(1, min(self.block_m, rows))
 
     def _reads_pairs(self) -> bool:

@@ -2,7 +2,8 @@
 
 Dims: parts `[slots, G, BLOCK_M, E]` and `[slots, G, BLOCK_M, 2]`, fp32; out and lse as the call's.
 Grid: tiles of WIDTH columns x tiles of ROWS rows of a unit x G x units where parts are fixed, else
-    groups of teams: each team has left a note of the unit that it began and did not finish.
+    groups of teams: each team has left a note of the unit that it began and did not finish. Tiles
+    of rows are as many as units are expected to have; of a unit with more a program takes several.
 Math: with the maximum m_i, the sum of weights l_i and of weighted values a_i of part i, and their
     maximum m: out = sum_i exp(m_i - m) a_i / sum_i exp(m_i - m) l_i, in the order of the keys; a
     part that saw nothing has m_i = -inf and no weight. A sink joins at the end.
@@ -24,19 +25,32 @@ TEAMS = tl.constexpr(64)
 
 @triton.jit
 def _merge(
-    out, lse, parts, place, sinks, b, tile, g, x, column, per_unit, first, n_parts,
+    out, lse, parts, place, sinks, b, tile, g, start, step, column, first, n_parts,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """Of a unit ROWS rows from `start` on and those that lie `step` further on each time, WIDTH
+    columns from `column` on. first: its first part where they are fixed, else its team."""
+    seq = sequence_of(place, b, b < n_sequences(place), BUILD)
+    n_rows = tl.minimum(seq.q_stored * BUILD.group - tile * BUILD.block_m, BUILD.block_m)
+    for row in range(start, n_rows, step):
+        _merge_rows(
+            out, lse, parts, place, sinks, seq, tile, g, row + tl.arange(0, ROWS), n_rows, column,
+            first, n_parts, PARTS, WIDTH, BUILD,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_rows(
+    out, lse, parts, place, sinks, seq, tile, g, x, n_rows, column, first, n_parts,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
-    """Rows x of a unit, WIDTH columns from `column` on. first: its first part where they are fixed,
-    else its team."""
     ROWS: tl.constexpr = x.shape[0]
     BLOCK_M: tl.constexpr = BUILD.block_m
     E: tl.constexpr = BUILD.value_dims[0]
     IS_PACKED: tl.constexpr = place.cu_q is not None
     G = decode(place.G)
-    seq = sequence_of(place, b, b < n_sequences(place), BUILD)
     m = (tile * BLOCK_M + x) // BUILD.group
-    is_stored = (m < seq.q_stored) & (x < per_unit)
+    is_stored = x < n_rows
     columns = column + tl.arange(0, WIDTH)
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
@@ -95,14 +109,15 @@ def _cache_combine_kernel(
     out, lse, parts, place, sinks, rows_per_unit, n_programs, teams_per_program,
     ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one unit, where more than one program worked on it."""
+    """Rows of one unit, ROWS at a time, where more than one program worked on it."""
     G = decode(place.G)
-    per_unit = decode(rows_per_unit)
-    n_tiles = tl.cdiv(per_unit, ROWS)
+    # A hint: sequences may have more queries than it was made for.
+    n_tiles = tl.cdiv(decode(rows_per_unit), ROWS)
     N_COLUMNS: tl.constexpr = (BUILD.value_dims[0] + WIDTH - 1) // WIDTH
     column = tl.program_id(0) % N_COLUMNS * WIDTH
     pid = tl.program_id(0) // N_COLUMNS
-    x = pid % n_tiles * ROWS + tl.arange(0, ROWS)
+    row = pid % n_tiles * ROWS
+    step = n_tiles * ROWS
     g = pid // n_tiles % G
     if BUILD.is_fixed:
         unit = pid // n_tiles // G
@@ -111,8 +126,8 @@ def _cache_combine_kernel(
         if (b < n_sequences(place)) & (tile < work.n_units) & (work.quanta > 1):
             first = unit.to(tl.int64) * decode(parts.per_unit)
             _merge(
-                out, lse, parts, place, sinks, b, tile, g, x, column, per_unit, first,
-                work.quanta, PARTS, WIDTH, BUILD,
+                out, lse, parts, place, sinks, b, tile, g, row, step, column, first,
+                work.quanta, ROWS, PARTS, WIDTH, BUILD,
             )  # fmt: skip
     else:
         per_program = decode(teams_per_program)
@@ -128,6 +143,6 @@ def _cache_combine_kernel(
             tile = tl.load(note + 6).to(tl.int32)
             last = team_of(tl.load(note + 4) - 1, tl.load(note + 2), tl.load(note + 3))
             _merge(
-                out, lse, parts, place, sinks, b, tile, g, x, column, per_unit, team,
-                last - team + 1, PARTS, WIDTH, BUILD,
+                out, lse, parts, place, sinks, b, tile, g, row, step, column, team,
+                last - team + 1, ROWS, PARTS, WIDTH, BUILD,
             )  # fmt: skip
