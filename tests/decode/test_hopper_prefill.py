@@ -92,6 +92,35 @@ def test_any_order_of_roles_and_copies_gives_the_same_bits(seed: int) -> None:
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("layout", ["pages", "rows", "contiguous"])
+@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_wild_indices_stay_inside(layout: str, is_fixed: bool, seed: int) -> None:
+    """Not what they should be, and nobody checked: the result may be anything."""
+    from tilewise.decode.hopper_prefill_call import PrefillForward
+
+    page = 16 if layout == "pages" else None
+    case = HopperCase("", 2, (70, 3, 0, 129), (99, 64, 5, 130), page, G=1, D=64)
+    q, cache, options = draw(case)
+    if layout == "rows":
+        cache = tw.KVCache(cache.k, cache.v, cache.lengths, batch_index=torch.zeros(4).int())
+    terms = {"alibi_slopes": torch.rand(4, 2), "batch_invariant": is_fixed}
+    call = call_of(q, cache, {**options, **terms})
+    generator = torch.Generator().manual_seed(seed)
+
+    def fill(x: torch.Tensor | None) -> None:
+        if x is not None:
+            high = (1 << 31) - 1 if seed % 2 else 400
+            x.copy_(torch.randint(-high, high, x.shape, generator=generator))
+
+    for x in (cache.lengths, cache.block_table, cache.batch_index, call.cu_seqlens_q):
+        fill(x)
+    lse = torch.empty(2, q.shape[0])
+    # A pointer that leaves its tensor is an error there.
+    with emulated(seed=seed, skip=(SPLIT, COMBINE)):
+        PrefillForward(call, torch.empty_like(q), lse).run_first()
+
+
 # ---------------------------------------------------------------- which kernel, and its launches
 
 BF16 = torch.bfloat16

@@ -164,6 +164,8 @@ PREFILLS = (
     _prefill("mixed batch, window, softcap, ALiBi", _MIXED, mask=lambda: tw.window(50, 0),
              options={"softcap": 20.0, "alibi_slopes": torch.rand(8, 2)}),
     _prefill("mixed batch, batch invariant", _MIXED, page=48, options={"batch_invariant": True}),
+    _prefill("mixed batch, batch invariant, ALiBi", _MIXED,
+             options={"batch_invariant": True, "alibi_slopes": torch.rand(8, 2)}),
     _prefill("135 sequences", (70, 1, 0) * 45, page=32, H=1),
 )  # fmt: skip
 

@@ -172,6 +172,51 @@ def test_wild_indices_stay_inside(page: int | None) -> None:
     tw.attention_with_cache_partial(q, cache, **{**options, "batch_invariant": True})
 
 
+@pytest.mark.parametrize(
+    ("page", "splits"), [(16, {}), (32, {"num_splits": 2}), (None, {"batch_invariant": True})]
+)
+# Parts that nobody wrote are merged, too.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_any_indices_stay_inside(page: int | None, splits: dict[str, Any]) -> None:
+    """As above, with all that a batch may have beside."""
+    cache = cache_of(LENGTHS, 64, page)
+    cache.k.nan_to_num_()
+    cache.v.nan_to_num_()
+    generator = torch.Generator().manual_seed(0)
+    # All of int32, and what is not far outside.
+    high = (1 << 31) - 1 if splits else 100
+
+    def wild(*shape: int) -> Tensor:
+        return torch.randint(-high, high, shape, generator=generator, dtype=torch.int32)
+
+    cache.starts = wild(4)
+    cache.lengths.copy_(wild(4))
+    if cache.block_table is not None:
+        cache.block_table.copy_(wild(*cache.block_table.shape))
+    q, cu = torch.randn(40, H, D), wild(5)
+    cu[0] = 30
+    terms = {"alibi_slopes": torch.rand(4, H), "bias": torch.randn(4, H, 5, cache.capacity)}
+    bounds = tw.window(5, 3, offset=wild(4)) & tw.prefix(wild(4).clamp_min(0))
+    for mask, given in ((tw.causal(), {}), (bounds, terms), (tw.tree(wild(4, 3)), {})):
+        tw.attention_with_cache_partial(
+            q, cache, mask=mask, cu_seqlens_q=cu, backend="triton", **given, **splits
+        )
+
+
+@pytest.mark.parametrize("page", [None, 32, 8])
+def test_a_cache_without_storage(page: int | None) -> None:
+    """Whatever its tables say, there is nothing to read."""
+    k, lengths = torch.zeros(0, page or 64, G, D), ints(40, 3)
+    cache = tw.KVCache(k, k, lengths, ints([5] * 9, [0] * 9)) if page else None
+    cache = cache or tw.KVCache(k, k, lengths, batch_index=ints(0, 3))
+    for splits in ({}, {"num_splits": 2}):
+        got = tw.attention_with_cache_partial(
+            torch.randn(2, 1, H, D), cache, backend="triton", check=False, **splits
+        )
+        assert not got.out.any() and bool(got.lse.isneginf().all())
+    append_tokens(cache, torch.randn(2, 1, G, D), torch.randn(2, 1, G, D), None, None)
+
+
 # Parts that nobody wrote are merged, too.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_parts_of_queries_that_fall_stay_inside() -> None:

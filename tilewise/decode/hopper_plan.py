@@ -88,6 +88,7 @@ def segment_of(place, share, seq, BUILD: gl.constexpr):
     t0 = work.begin + share.chunk * quantum
     t1 = gl.minimum(t0 + count * quantum, gl.cdiv(stop, BLOCK_N))
     t0 = gl.maximum(t0, start // BLOCK_N)
+    t1 = gl.where(stop > start, t1, t0)
     return Segment(
         count, count == work.quanta, t0, gl.maximum(t0, t1), start, stop,
         gl.maximum(seq.low, m_last + seq.left),

@@ -219,7 +219,8 @@ class SplitCall:
             code(cache.B),
             code(self.G),
             code(rows),
-            code(cache.capacity),
+            # Without storage no table leads anywhere.
+            code(cache.capacity if cache.k.shape[0] else 0),
             code(cache.k.shape[0]),
             code(0 if table is None else table.stride(0)),
             code(0 if table is None else table.shape[1]),

@@ -256,7 +256,8 @@ def find_unit(place, unit, BUILD: tl.constexpr):
             is_before = (b <= B) & (begin <= unit)
             found += tl.sum(is_before.to(tl.int32), 0)
             first = tl.maximum(first, tl.max(tl.where(is_before, begin, 0), 0))
-        return found, unit - first
+        # Before the first one's there are units only where queries do not begin at 0.
+        return tl.maximum(found, 0), tl.where(found < 0, FAR, unit - first)
 
 
 @triton.jit

@@ -342,7 +342,8 @@ def _segment(
         whole_stop = tl.where(m_last < decode(place.tree_bits), whole_stop, whole_start)
         whole_stop = tl.minimum(whole_stop, seq.shift)
     t0 = tl.maximum(t0, start // BLOCK_N)
-    t1 = tl.minimum(t1, tl.cdiv(stop, BLOCK_N))
+    # Rows that see nothing visit no tile: those that nobody owns have no slope to read there.
+    t1 = tl.where(stop > start, tl.minimum(t1, tl.cdiv(stop, BLOCK_N)), t0)
     # A GPU turns float8 into fp16, which holds all of it, and into bf16 by way of that.
     DTYPE: tl.constexpr = tl.float32 if q_tile[0].dtype == tl.float32 else tl.float16
     IS_FP16: tl.constexpr = q_tile[0].dtype != tl.float32

@@ -51,7 +51,7 @@ from ..kernels.gluon import (
 )
 from ..kernels.masks import key_span
 from ..kernels.placement import PACKED, UNIFORM
-from ..kernels.scores import load_slope
+from ..kernels.scores import load_row_slope
 from ..kernels.softmax import LOG2_E, join_sink, softmax_end, split_exponent
 from ..kernels.tiles import statistics_base
 from .hopper_fresh import fresh_sequence, fresh_statistics
@@ -175,7 +175,7 @@ def _describe(rings, call, seq, h, tile, iteration, ID: gl.constexpr, BUILD: gl.
         if not BUILD.is_capped:
             factor *= LOG2_E
     if BUILD.has_slopes:
-        slope = load_slope(call.terms, seq, h) * LOG2_E
+        slope = load_row_slope(call.terms, seq, h) * LOG2_E
     return Work(
         tile_at(rings.q, ID, ROWS, BUILD.dim),
         gl.maximum(m + seq.left, seq.low),

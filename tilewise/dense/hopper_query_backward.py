@@ -36,7 +36,7 @@ from ..kernels.gluon import (
 )
 from ..kernels.masks import key_span
 from ..kernels.placement import FIELDS, FIRST_Q_TILE, PACKED
-from ..kernels.scores import load_slope
+from ..kernels.scores import load_row_slope
 from ..kernels.softmax import LOG2_E
 from ..kernels.tiles import statistics_base
 from .hopper_backward_common import land, log2_scores
@@ -233,7 +233,7 @@ def _describe(call, seq, tile, ID: gl.constexpr, BUILD: gl.constexpr):
     m = tile.number * BLOCK_M + ID * ROWS + gl.arange(0, ROWS, layout=ROW)
     slope = 0.0
     if BUILD.has_slopes:
-        slope = load_slope(call.terms, seq, tile.head) * LOG2_E
+        slope = load_row_slope(call.terms, seq, tile.head) * LOG2_E
     rows = Rows(
         m, gl.maximum(m + seq.left, seq.low), gl.minimum(m + seq.right + 1, seq.high),
         lo, lo + own.n_whole, span.begin * BUILD.tile.block_n, slope,

@@ -81,6 +81,13 @@ def load_slope(terms, seq, h):
 
 
 @triton.jit
+def load_row_slope(terms, seq, h):
+    """The same for rows that nobody may own: slopes have none of the sequence that those are."""
+    at = seq.index.to(tl.int64) * decode(terms.slopes.stride_b) + h
+    return tl.load(terms.slopes.ptr + at, mask=seq.q_used > 0, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def key_distance(seq, m, n):
     """`|m + offset - n|` in fp32."""
     return tl.abs(m + seq.shift - n).to(tl.float32)
