@@ -32,11 +32,19 @@ def _merge(
     columns from `column` on. first: its first part where they are fixed, else its team."""
     seq = sequence_of(place, b, b < n_sequences(place), BUILD)
     n_rows = tl.minimum(seq.q_stored * BUILD.group - tile * BUILD.block_m, BUILD.block_m)
-    for row in range(start, n_rows, step):
+    offs = tl.arange(0, ROWS)
+    if place.cu_q is None:
+        # No unit has more than was expected.
         _merge_rows(
-            out, lse, parts, place, sinks, seq, tile, g, row + tl.arange(0, ROWS), n_rows, column,
-            first, n_parts, PARTS, WIDTH, BUILD,
+            out, lse, parts, place, sinks, seq, tile, g, start + offs, n_rows, column, first,
+            n_parts, PARTS, WIDTH, BUILD,
         )  # fmt: skip
+    else:
+        for row in range(start, n_rows, step):
+            _merge_rows(
+                out, lse, parts, place, sinks, seq, tile, g, row + offs, n_rows, column, first,
+                n_parts, PARTS, WIDTH, BUILD,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -110,6 +118,9 @@ def _cache_combine_kernel(
     ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
     """Rows of one unit, ROWS at a time, where more than one program worked on it."""
+    if BUILD.is_early:
+        # What it reads was written by the kernel before it, which may still run.
+        tl.extra.cuda.gdc_wait()
     G = decode(place.G)
     # A hint: sequences may have more queries than it was made for.
     n_tiles = tl.cdiv(decode(rows_per_unit), ROWS)
