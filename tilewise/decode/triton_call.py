@@ -40,8 +40,6 @@ _DRAFTS = 4
 # Programs of the interpreter.
 _INTERPRETED = 3
 _COMBINE = Config(0, 0, 4, 1)
-# GPUs on which a kernel can be launched before the one that it waits for has ended.
-_STARTS_EARLY = ("sm_90", "sm_100", "sm_103", "sm_120")
 
 
 @dataclass(frozen=True)
@@ -256,10 +254,6 @@ class SplitCall:
         return HEAD.value, Scales(k, v, code(self.G if k.dim() == 2 else 0), code(0), code(1))
 
     @property
-    def merges_early(self) -> bool:
-        return self.call.splits.count != 1 and architecture_of(self.device) in _STARTS_EARLY
-
-    @property
     def _is_flat(self) -> bool:
         cache, block_n = self.call.cache, self.config.launch.block_n
         R, P = cache.k.shape[:2]
@@ -313,7 +307,6 @@ class SplitCall:
             launch_config.block_n,
             block_b,
             block_b > call.cache.B,
-            self.merges_early,
         )
 
 
@@ -399,8 +392,7 @@ class Forward:
         combine = None
         if self._combines:
             rest = (out, lse, parts, place, terms.sinks, *self._tail)
-            config = _COMBINE._replace(is_early=self._build.is_early)
-            combine = launch(_cache_combine_kernel, self._combine_grid, config, rest, self.device)
+            combine = launch(_cache_combine_kernel, self._combine_grid, _COMBINE, rest, self.device)
         if main is not None and (combine is not None or not self._combines):
             self._compiled = (main, combine)
         # The tensors belong to the caller; their addresses come anew with each call.

@@ -118,9 +118,6 @@ def _cache_combine_kernel(
     ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
     """Rows of one unit, ROWS at a time, where more than one program worked on it."""
-    if BUILD.is_early:
-        # What it reads was written by the kernel before it, which may still run.
-        tl.extra.cuda.gdc_wait()
     G = decode(place.G)
     # A hint: sequences may have more queries than it was made for.
     n_tiles = tl.cdiv(decode(rows_per_unit), ROWS)

@@ -423,9 +423,6 @@ def _cache_attention_fwd_kernel(
     q, k, v, out, lse, parts, place, terms, scales, BUILD: tl.constexpr
 ):
     """The units of one team's share, for one kv head."""
-    if BUILD.is_early:
-        # The merge takes its places, and waits there.
-        tl.extra.cuda.gdc_launch_dependents()
     BLOCK_M: tl.constexpr = BUILD.block_m
     DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims

@@ -19,7 +19,6 @@ class Config(NamedTuple):
     """Tile sizes of one kernel, and what the compiler is told.
 
     max_registers: of a thread at launch, where warps share them out later; 0 for as many as needed.
-    is_early: 1 where it may start while the kernel before it still runs, for which it waits itself.
     """
 
     block_m: int
@@ -27,7 +26,6 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     max_registers: int = 0
-    is_early: int = 0
 
 
 # Of a kernel without tiles.
@@ -40,8 +38,6 @@ def compiler_options(config: Config) -> dict[str, Any]:
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     if config.max_registers:
         options["maxnreg"] = config.max_registers
-    if config.is_early:
-        options["launch_pdl"] = True
     return options
 
 
