@@ -19,6 +19,8 @@ class Config(NamedTuple):
     """Tile sizes of one kernel, and what the compiler is told.
 
     max_registers: of a thread at launch, where warps share them out later; 0 for as many as needed.
+    begins_early: before the launch before it ends, which the kernel itself has to wait for (NVIDIA
+    from compute capability 9.0).
     """
 
     block_m: int
@@ -26,6 +28,7 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     max_registers: int = 0
+    begins_early: bool = False
 
 
 # Of a kernel without tiles.
@@ -38,6 +41,8 @@ def compiler_options(config: Config) -> dict[str, Any]:
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     if config.max_registers:
         options["maxnreg"] = config.max_registers
+    if config.begins_early:
+        options["launch_pdl"] = True
     return options
 
 
