@@ -47,6 +47,7 @@ from .config import KeysConfig, backward_config, delta_config
 from .piece import Piece, Result
 from .triton_bias_backward import bias_gradient
 from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows
+from .triton_few_keys_backward import few_keys_launch, is_of_few_keys
 from .triton_row_sums import row_sums_launch
 
 
@@ -263,11 +264,19 @@ def attention_gradients(
     """
     (dout, dlse), lse = upstream, result.lse
     piece, terms = call.piece, call.piece.terms
-    _place(call)
+    is_short = is_of_few_keys(call) and not any(wanted)
+    if not is_short:
+        _place(call)
     # The kernels multiply it by v: an fp32 partial's gradient is rounded as q, k and v are.
     dout = align_rows(dout.to(piece.q.dtype))
     lse = contiguous_statistics(lse)
     dlse = None if dlse is None else contiguous_statistics(dlse)
+    inputs = (piece.q, piece.k, piece.v)
+    if is_short:
+        found = [call.new_rows(x.shape, x.dtype) for x in inputs]
+        call.launch_together([few_keys_launch(call, dout, lse, dlse, found)])
+        cut = (cut_rows(g, x.shape[-1]) for g, x in zip(found, inputs, strict=True))
+        return [*cut, *(lse.new_empty(0) for _ in range(3))]
     rows = call.new((*lse.shape, 4), torch.float32)
     is_summed = piece.q.dtype != torch.float32 and (call.has_few_keys or any(wanted))
     first = []
@@ -276,7 +285,6 @@ def attention_gradients(
     if is_summed or terms.bias is not None:
         first.append(row_sums_launch(call, dout, lse, dlse, rows, has_delta=is_summed))
     above = Upstream(call.operand(dout), call.row_numbers(rows))
-    inputs = (piece.q, piece.k, piece.v)
     dq, dk, dv = (call.new_rows(x.shape, x.dtype) for x in inputs)
     slopes = torch.empty_like(lse) if wanted[1] else None
     _launch_gradients(call, above, Gradients(dq, dk, dv, slopes), first)
