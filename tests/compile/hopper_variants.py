@@ -120,7 +120,7 @@ HOPPER_VARIANTS = [
              **_PACKED),
     _variant("learning D 64", 64, (64, 112), op=_learning),
     _variant("learning D 128", 128, op=_learning),
-    _variant("learning D 256", 256, (0, 120), op=_learning),
+    _variant("learning D 256", 256, (0, 160), op=_learning),
     _variant("learning, packed", 128, op=_learning, mask=tw.causal(), **_PACKED),
 ]  # fmt: skip
 
