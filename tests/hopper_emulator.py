@@ -143,10 +143,14 @@ class Shared:
         return self.tile().clone().as_subclass(Value)
 
     def store(self, x: Any) -> None:
-        assert not self.cuts and not self.turned
+        assert not self.turned
         panels, rows, width = self.memory.shape
-        plain = x.as_subclass(torch.Tensor).to(self.dtype)
-        self.memory.copy_(plain.reshape(rows, panels, width).permute(1, 0, 2))
+        whole = self.memory.permute(1, 0, 2).flatten(1).clone()
+        part = whole
+        for cut in self.cuts:
+            part = part.narrow(*cut)
+        part.copy_(x.as_subclass(torch.Tensor).to(self.dtype))
+        self.memory.copy_(whole.reshape(rows, panels, width).permute(1, 0, 2))
 
 
 class Numbers:

@@ -63,18 +63,20 @@ class SpanBuild(NamedTuple):
 class HopperBuild(NamedTuple):
     """What the kernel is compiled for.
 
-    dim, value_dim: as tiles hold them. width: of which S is made. place: see `placement.py`. tile,
-    group: spans of a tile and of a consumer's rows. has_start: rows may not see the first keys.
-    is_folded: a score is nothing but the scaled product. is_capped, has_slopes: there is a softcap,
-    there are slopes. n_consumers, k_slots, v_slots. takes_turns: see `Turn` in `hopper_forward.py`.
-    is_early: wait for O before the vote, not after. is_staged: out leaves by TMA. shares_q: it is
-    staged where Q was. room: log2 of the room that a new reference leaves. limit: of the sums of P
-    in a thread, as PTX writes an f32. registers: of consumers, of the producer.
+    dim, value_dim: as tiles hold them. width, value_width: of which S and O are made. place: see
+    `placement.py`. tile, group: spans of a tile and of a consumer's rows. has_start: rows may not
+    see the first keys. is_folded: a score is nothing but the scaled product. is_capped, has_slopes:
+    there is a softcap, there are slopes. n_consumers, k_slots, v_slots. takes_turns: see `Turn` in
+    `hopper_forward.py`. is_early: wait for O before the vote, not after. is_staged: out leaves by
+    TMA. shares_q: it is staged where Q was. room: log2 of the room that a new reference leaves.
+    limit: of the sums of P in a thread, as PTX writes an f32. registers: of consumers, of the
+    producer.
     """
 
     dim: int
     value_dim: int
     width: int
+    value_width: int
     place: int
     tile: SpanBuild
     group: SpanBuild
