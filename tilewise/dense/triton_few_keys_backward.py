@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.launch import Launch
-from ..kernels.masks import row_span, visible
+from ..kernels.masks import key_span, row_span, visible
 from ..kernels.placement import FIRST_K_TILE, FIRST_Q_TILE, locate
 from ..kernels.recompute import recompute
 from ..kernels.structs import code, decode
@@ -52,12 +52,13 @@ def _attention_bwd_few_keys_kernel(
 
 
 @triton.jit
-def _load_keys(k, v, seq, kv_head, BUILD: tl.constexpr):
+def _load_keys(k, v, seq, kv_head, start, stop, BUILD: tl.constexpr):
+    """K and V, with zeros outside of [start, stop)."""
     BLOCK_N: tl.constexpr = BUILD.block_n
     DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims
     n = tl.arange(0, BLOCK_N)
-    seen = (n >= seq.low) & (n < seq.high)
+    seen = (n >= start) & (n < stop)
     base = row_base(k, seq.batch, seq.k_first, kv_head)
     k_tile = load_tile(base, k.stride_m, seen, True, BLOCK_N, DIMS, BUILD.is_wide)
     base = row_base(v, seq.batch, seq.k_first, kv_head)
@@ -124,7 +125,7 @@ def _make_keys(q, k, v, dout, lse, dlse, dk, dv, call, pid, BUILD: tl.constexpr)
     DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims
     seq, kv_head, _, _ = locate(call.place, pid, BUILD.place, FIRST_K_TILE, False)
-    k_tile, v_tile = _load_keys(k, v, seq, kv_head, BUILD)
+    k_tile, v_tile = _load_keys(k, v, seq, kv_head, seq.low, seq.high, BUILD)
     acc_k, acc_v = zero_tile(BLOCK_N, DIMS), zero_tile(BLOCK_N, VALUE_DIMS)
     span = row_span(call.mask, seq, kv_head, 0, 0, BUILD)
     n_tiles = tl.cdiv(seq.q_stored, BUILD.block_m)
@@ -151,7 +152,9 @@ def _make_rows(q, k, v, dout, lse, dlse, dq, call, pid, BUILD: tl.constexpr):
     DIMS: tl.constexpr = BUILD.dims
     seq, h, tile, _ = locate(call.place, pid, BUILD.place, FIRST_Q_TILE, True)
     kv_head, m0 = h // decode(call.place.group), tile * BLOCK_M
-    k_tile, v_tile = _load_keys(k, v, seq, kv_head, BUILD)
+    # What none of these rows sees may be NaN.
+    keys = key_span(call.mask, seq, h, tile, 0, BUILD)
+    k_tile, v_tile = _load_keys(k, v, seq, kv_head, keys.start, keys.stop, BUILD)
     span = row_span(call.mask, seq, kv_head, 0, 0, BUILD)
     q_tile, do_tile, row_lse, row_dlse = _load_rows(q, dout, lse, dlse, seq, span, h, m0, BUILD)
     _, ds = _differentiate(
