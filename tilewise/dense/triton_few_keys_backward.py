@@ -30,7 +30,7 @@ from ..kernels.tiles import (
     zero_tile,
 )
 from .config import few_keys_config
-from .triton_call import TritonCall
+from .triton_call import ENOUGH_PROGRAMS, TritonCall
 from .triton_placement import UNIFORM
 from .triton_row_sums import LARGE_LSE
 
@@ -169,8 +169,10 @@ def _make_rows(q, k, v, dout, lse, dlse, dq, call, pid, BUILD: tl.constexpr):
 
 
 def is_of_few_keys(call: TritonCall) -> bool:
-    """Whether a call's gradients of q, k and v, and no others, come from this kernel."""
+    """Whether a call's gradients of q, k and v, and no others, come from this kernel: where a GPU
+    has room for all of its programs at once, what counts is how many launches there are."""
     terms = call.piece.terms
+    n_tiles = -(-call.M // few_keys_config(call.key).block_m)
     return (
         call.has_few_keys
         and call.is_folded
@@ -182,6 +184,7 @@ def is_of_few_keys(call: TritonCall) -> bool:
         and call.key.width <= 128
         and call.key.architecture in ("sm_90", "interpreter")
         and call.M * (call.H // call.G) <= _MOST_ROWS
+        and call.B * (call.G + call.H * n_tiles) <= ENOUGH_PROGRAMS
     )
 
 
