@@ -143,10 +143,14 @@ class Shared:
         return self.tile().clone().as_subclass(Value)
 
     def store(self, x: Any) -> None:
-        assert not self.cuts and not self.turned
+        assert not self.turned
         panels, rows, width = self.memory.shape
-        plain = x.as_subclass(torch.Tensor).to(self.dtype)
-        self.memory.copy_(plain.reshape(rows, panels, width).permute(1, 0, 2))
+        whole = self.memory.permute(1, 0, 2).flatten(1).clone()
+        part = whole
+        for cut in self.cuts:
+            part = part.narrow(*cut)
+        part.copy_(x.as_subclass(torch.Tensor).to(self.dtype))
+        self.memory.copy_(whole.reshape(rows, panels, width).permute(1, 0, 2))
 
 
 class Numbers:
@@ -552,6 +556,7 @@ _STAND_INS: dict[str, Any] = {
     "as_blocks": _as_blocks,
     "barrier_arrive": _barrier_arrive,
     "barrier_sync": _barrier_sync,
+    "begin_next": lambda: None,
     "exp2_fast": _exp2_fast,
     "fence_async_shared": lambda: None,
     "flag_declare": _flag_declare,
@@ -568,6 +573,7 @@ _STAND_INS: dict[str, Any] = {
     "tma_reduce_add": _tma_reduce_add,
     "tma_store": _tma_store,
     "tma_store_wait": _tma_store_wait,
+    "wait_for_last": lambda: None,
     "unpack_pairs": lambda x, dtype, layout, rows, cols: x,
     "warpgroup_mma": _warpgroup_mma,
     "warpgroup_mma_init": lambda x: x,

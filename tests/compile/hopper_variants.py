@@ -87,6 +87,7 @@ HOPPER_VARIANTS = [
     _variant("fp16 D 256", 256, (0, 120), dtype=_FP16),
     # Head dims.
     _variant("D 64, E 128", 64, E=128),
+    _variant("D 192", 192),
     _variant("D 192, E 128", 192, (0, 64), E=128),
     _variant("D 96, E 256", 96, E=256),
     # Where keys and queries stand, and who sees whom.
@@ -120,7 +121,7 @@ HOPPER_VARIANTS = [
              **_PACKED),
     _variant("learning D 64", 64, (64, 112), op=_learning),
     _variant("learning D 128", 128, op=_learning),
-    _variant("learning D 256", 256, (0, 120), op=_learning),
+    _variant("learning D 256", 256, (0, 160), op=_learning),
     _variant("learning, packed", 128, op=_learning, mask=tw.causal(), **_PACKED),
 ]  # fmt: skip
 

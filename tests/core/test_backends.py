@@ -162,18 +162,22 @@ def test_hopper_is_one_generation(
 # ---------------------------------------------------------------- what is chosen
 
 
+# More keys than Hopper's kernels are too slow for.
+LONG = 1 + choice.SHORT_KEYS
+
+
 def call(
     device: torch.device, dtype: torch.dtype = torch.bfloat16, M: int = 3, D: int = 64, E: int = 64,
-    mask: tw.Mask | None = None, packed: bool = False, **terms: Any,
+    mask: tw.Mask | None = None, packed: bool = False, B: int = 1, **terms: Any,
 ) -> Piece:  # fmt: skip
     """What a choice looks at, with tensors that need not be there."""
-    shapes = ((1, M, 2, D), (1, M, 1, D), (1, M, 1, E))
+    shapes = ((B, M, 2, D), (B, M, 1, D), (B, M, 1, E))
     q, k, v = (
         SimpleNamespace(device=device, dtype=dtype, shape=torch.Size(s[packed:])) for s in shapes
     )
     cu_seqlens = torch.tensor([0, M]) if packed else None
     positions = Positions(
-        B=1, H=2, M=M, N=M, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens
+        B=B, H=2, M=M, N=M, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens
     )  # fmt: skip
     fakes: Any = (q, k, v)
     return Piece(
@@ -251,16 +255,36 @@ def test_auto_takes_hopper_where_it_is(D: int, dtype: torch.dtype) -> None:
     masks = (tw.full(), tw.causal(), tw.window(3, 1), tw.causal(offset=-2))
     documents = tw.causal() & tw.documents([0, 1, 3])
     for mask in (*masks, documents, tw.causal() & tw.key_padding([2])):
-        assert choice.choose("attention", "auto", call(GPU, dtype, D=D, mask=mask)) == "hopper"
+        assert (
+            choice.choose("attention", "auto", call(GPU, dtype, LONG, D=D, mask=mask)) == "hopper"
+        )
     terms = {"softcap": 3.0, "alibi_slopes": torch.ones(2), "sinks": torch.ones(2), "scale": -1.0}
     for changes in ({"packed": True}, terms):
-        assert choice.choose("attention", "auto", call(GPU, dtype, D=D, **changes)) == "hopper"
+        assert (
+            choice.choose("attention", "auto", call(GPU, dtype, LONG, D=D, **changes)) == "hopper"
+        )
     assert choice.choose("attention", "auto", call(CPU, dtype, D=D)) == "tiled"
-    explained = choice.explain("attention", "auto", call(GPU, dtype, D=D))
+    explained = choice.explain("attention", "auto", call(GPU, dtype, LONG, D=D))
     assert explained.name == "hopper" and "cuda:0" in explained.reason
     assert set(explained.rejected) == {"reference", "tiled", "triton"}
-    assert "named" in choice.explain("attention", "hopper", call(GPU, dtype, D=D)).reason
-    assert choice.choose("attention", "triton", call(GPU, dtype, D=D)) == "triton"
+    assert "named" in choice.explain("attention", "hopper", call(GPU, dtype, LONG, D=D)).reason
+    assert choice.choose("attention", "triton", call(GPU, dtype, LONG, D=D)) == "triton"
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("D", "E"), [(64, 64), (40, 8)])
+def test_short_calls_are_for_triton_unless_hopper_is_named(D: int, E: int) -> None:
+    most = choice.SHORT_KEYS
+    piece = call(GPU, M=most, D=D, E=E)
+    assert choice.choose("attention", "auto", piece) == "triton"
+    assert choice.choose("attention", "hopper", piece) == "hopper"
+    explained = choice.explain("attention", "auto", piece)
+    assert explained.name == "triton" and explained.rejected["hopper"].startswith("is slower")
+    elsewhere = choice.explain_elsewhere(piece, "sm_90", "an H200")
+    assert elsewhere.name == "triton" and elsewhere.rejected["hopper"].startswith("is slower")
+    assert choice.choose("attention", "auto", call(GPU, M=most + 1, D=D, E=E)) == "hopper"
+    assert choice.choose("attention", "auto", call(GPU, D=128, E=E)) == "hopper"
+    assert choice.choose("attention", "auto", call(GPU, M=most, D=D, E=E, B=40)) == "hopper"
 
 
 NOT_ON_HOPPER: list[tuple[dict[str, Any], str]] = [

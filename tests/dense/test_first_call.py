@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import tilewise as tw
 from tests.compile import offline
-from tilewise.dense import triton_backward
+from tilewise.dense import ahead
 from tilewise.kernels import launch
 from tilewise.kernels.launch import Launch
 
@@ -21,12 +21,10 @@ from tilewise.kernels.launch import Launch
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     found: list[Launch] = []
-    monkeypatch.setattr(
-        triton_backward, "compile_ahead", lambda launches, _: found.extend(launches)
-    )
-    triton_backward._begun.clear()
+    monkeypatch.setattr(ahead, "compile_ahead", lambda launches, _: found.extend(launches))
+    ahead._begun.clear()
     yield found
-    triton_backward._begun.clear()
+    ahead._begun.clear()
 
 
 def specialized(launch: Any) -> str:
@@ -44,27 +42,30 @@ CALLS: dict[str, tuple[dict[str, Any], int, int]] = {
     "documents": ({"mask": tw.documents(CU) & tw.causal()}, 256, 128),
     "wide": ({}, 256, 256),
     "unaligned": ({}, 256, 100),
+    "deterministic": ({"deterministic": True}, 256, 64),
+    "sequences of a length": ({"mask": tw.key_padding(torch.tensor([200]))}, 256, 64),
 }
 
 
 @pytest.mark.parametrize(("options", "N", "D"), CALLS.values(), ids=CALLS.keys())
 @pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_a_forward_that_learns_begins_with_all_of_its_backward(
-    options: dict[str, Any], N: int, D: int, groups: int, begun: list[Launch]
+    options: dict[str, Any], N: int, D: int, backend: str, groups: int, begun: list[Launch]
 ) -> None:
     q, k, v = (torch.zeros(1, N, H, D, dtype=torch.bfloat16) for H in (2, 2 // groups, 2 // groups))
     with offline.recorded("sm_90") as records:
-        tw.attention(q, k, v, backend="triton", **options)
+        tw.attention(q, k, v, backend=backend, **options)
         assert not begun
-        out = tw.attention(q.requires_grad_(), k, v, backend="triton", **options)
-        ahead = {specialized(x) for x in begun}
+        out = tw.attention(q.requires_grad_(), k, v, backend=backend, **options)
+        expected = {specialized(x) for x in begun}
         records.clear()
         out.backward(torch.zeros_like(out))
         needed = {specialized(x) for x in records if not x.name.startswith("place_")}
-        assert needed and needed <= ahead
+        assert needed and needed <= expected
         # Each kind of call once.
         begun.clear()
-        tw.attention(q, k, v, backend="triton", **options)
+        tw.attention(q, k, v, backend=backend, **options)
         assert not begun
 
 
@@ -86,6 +87,26 @@ def test_a_backward_waits_for_what_was_begun(monkeypatch: pytest.MonkeyPatch) ->
     ((thread, loads),) = threads
     assert thread is not threading.current_thread() and not loads
     assert not launch._ahead
+
+
+def test_it_begins_when_the_compiler_has_left_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this thread's launch; or, where that compiles nothing, after it."""
+    begun = threading.Event()
+    monkeypatch.setattr(launch, "compile_together", lambda *_, **__: begun.set())
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+
+    def make_ir() -> None:
+        assert not begun.wait(0.2)
+
+    launch.compile_ahead([], torch.device("cuda", 0))
+    make_ir()
+    assert begun.wait(10)
+    begun.clear()
+    launch.compile_ahead([], torch.device("cuda", 0))
+    assert not begun.wait(0.1)
+    launch.go_ahead()
+    assert begun.wait(10)
+    launch.finish_ahead()
 
 
 def test_what_is_compiled_together_is_all_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import triton
 
 import tilewise as tw
 from tests.gpu.common import are_equal, attention, qkv, run
+from tests.gpu.hopper import NEEDS_HOPPER
 from tilewise.kernels.launch import finish_ahead
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +41,16 @@ def test_kernels_of_a_backward_compile_side_by_side(tmp_path: Path) -> None:
     assert are_equal(first, again)
 
 
-def test_a_backward_is_compiled_while_the_forward_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "kernels"),
+    [
+        ("triton", {"delta", "keys", "rows"}),
+        pytest.param("hopper", {"hopper_prepare", "hopper", "hopper_finish"}, marks=NEEDS_HOPPER),
+    ],
+)
+def test_a_backward_is_compiled_while_the_forward_is(
+    backend: str, kernels: set[str], tmp_path: Path
+) -> None:
     compiled: dict[str, threading.Thread] = {}
 
     def listen(src: Any, **_: Any) -> None:
@@ -50,12 +60,11 @@ def test_a_backward_is_compiled_while_the_forward_is(tmp_path: Path) -> None:
     with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
         triton.knobs.cache.dir = str(tmp_path)
         triton.knobs.compilation.listener = listen
-        out = tw.attention(q, k, v, mask=tw.causal(), backend="triton")
+        out = tw.attention(q, k, v, mask=tw.causal(), backend=backend)
         finish_ahead()
         backward = {name for name in compiled if "_bwd_" in name}
-        assert {name.split("_bwd_")[1] for name in backward} == {
-            "delta_kernel", "keys_kernel", "rows_kernel"
-        }  # fmt: skip
+        found = {name.split("_bwd_")[1].removesuffix("_kernel") for name in backward}
+        assert found == kernels
         assert all(compiled[name] is not threading.main_thread() for name in backward)
         compiled.clear()
         out.float().square().sum().backward()

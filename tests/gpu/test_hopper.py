@@ -129,7 +129,7 @@ def test_gradients() -> None:
 
 
 def test_auto_takes_it() -> None:
-    x = draw(1, 65, 65, D=128)
+    x = draw(1, 65, 300, D=128)
     assert tw.explain_backend(*x).name == "hopper"
     assert tw.explain_backend(*x, dropout_p=0.5).name == "triton"
     assert are_equal(tw.attention_partial(*x), attend(*x))

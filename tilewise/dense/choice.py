@@ -36,7 +36,7 @@ def choose(op: str, backend: str, piece: Piece) -> str:
     if backend == "auto":
         if piece.q.device.type in ("cpu", "meta"):
             return "tiled"
-        if not why_not_hopper(piece):
+        if not (why_not_hopper(piece) or why_hopper_is_slower(piece)):
             return "hopper"
         return "tiled" if why_not_triton(piece) else "triton"
     problem, other = "", "triton"
@@ -94,6 +94,23 @@ def why_not_hopper(piece: Piece) -> str:
         or _dtype_problem(piece, _HOPPER_DTYPES)
         or _feature_problem(piece)
     )
+
+
+# A call up to this head dim, with no more keys, and at most one tile of 128 rows for each of a
+# GPU's processors: it is over before Hopper's kernels have set up their roles. The forward of 64
+# heads took 5.2 us against 7.8 at 128 tokens and 7.5 against 11.0 at 256 (H200, Triton 3.6,
+# 2026-11-30).
+SHORT_DIM, SHORT_KEYS, _SHORT_TILES, _ROWS_OF_TILE = 64, 256, 132, 128
+
+
+def why_hopper_is_slower(piece: Piece) -> str:
+    """Why the hopper backend would take longer than triton for a call; empty where it would not."""
+    q, k, v = piece.q, piece.k, piece.v
+    if max(q.shape[-1], v.shape[-1]) > SHORT_DIM or k.shape[-3] > SHORT_KEYS:
+        return ""
+    n_heads = q.shape[-2] * (q.shape[0] if len(q.shape) == 4 else 1)
+    n_tiles = n_heads * -(-q.shape[-3] // _ROWS_OF_TILE)
+    return f"is slower for few tiles of up to {SHORT_KEYS} keys" if n_tiles <= _SHORT_TILES else ""
 
 
 # Where a sum has no more keys than these, the rounding of O and P does not average out.
@@ -155,11 +172,12 @@ def explain(op: str, backend: str, piece: Piece) -> BackendChoice:
     name, where = choose(op, backend, piece), describe_device(piece.q.device)
     if backend != "auto":
         return BackendChoice(name, f"named by the caller, on {where}")
-    return _explain_auto(piece, name, (why_not_triton(piece), why_not_hopper(piece)), where)
+    not_hopper = why_not_hopper(piece) or why_hopper_is_slower(piece)
+    return _explain_auto(piece, name, (why_not_triton(piece), not_hopper), where)
 
 
-def explain_elsewhere(piece: Piece, architecture: str, gpu: str) -> BackendChoice:
-    """What backend="auto" takes on a GPU that need not be here; piece: on any device.
+def problems_elsewhere(piece: Piece, architecture: str) -> tuple[str, str]:
+    """Why triton and hopper cannot run a call on a GPU that need not be here; piece: on any device.
 
     architecture: `sm_90`, `gfx942`, ..., one that Triton compiles for.
     """
@@ -168,6 +186,13 @@ def explain_elsewhere(piece: Piece, architecture: str, gpu: str) -> BackendChoic
     not_hopper = (
         not_hopper or not_triton or _dtype_problem(piece, _HOPPER_DTYPES) or _feature_problem(piece)
     )
+    return not_triton, not_hopper
+
+
+def explain_elsewhere(piece: Piece, architecture: str, gpu: str) -> BackendChoice:
+    """What backend="auto" takes there."""
+    not_triton, not_hopper = problems_elsewhere(piece, architecture)
+    not_hopper = not_hopper or why_hopper_is_slower(piece)
     name = "tiled" if not_triton else "triton" if not_hopper else "hopper"
     return _explain_auto(piece, name, (not_triton, not_hopper), gpu)
 

@@ -37,8 +37,10 @@ class BackwardConfig(NamedTuple):
     rows: Config
 
 
-def _together(*config: int) -> tuple[KeysConfig, ...]:
-    return (KeysConfig(True, True, Config(*config)),)
+def _together(
+    block_m: int, block_n: int, num_warps: int, num_stages: int
+) -> tuple[KeysConfig, ...]:
+    return (KeysConfig(True, True, Config(block_m, block_n, num_warps, num_stages)),)
 
 
 def _apart(dk: Config, dv: Config) -> tuple[KeysConfig, ...]:
@@ -182,6 +184,11 @@ def sums_config(key: Key) -> Config:
     if key.dtype == torch.float32:
         return Config(32, 16, 4, 1) if key.width <= 128 else Config(16, 16, 4, 1)
     return Config(64, 64, 8, 1) if key.width <= 128 else Config(32, 32, 8, 1)
+
+
+def few_keys_config(key: Key) -> Config:
+    """Of the backward whose key tile holds all keys, up to `choice.FEW_KEYS`; on Hopper."""
+    return Config(32 if key.architecture == "interpreter" else 64, 128, 8, 1)
 
 
 def delta_config(key: Key) -> Config:

@@ -40,6 +40,7 @@ from ..kernels.gluon import (
     FIRST_FREE,
     barrier_arrive,
     barrier_sync,
+    begin_next,
     fence_async_shared,
     gl,
     gluon,
@@ -404,6 +405,7 @@ def _attention_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc, dk, dv, call,
     heads, BUILD: gl.constexpr,
 ):  # fmt: skip
+    begin_next()
     tile = find_tile(call, heads, BUILD)
     descs = Descriptors(q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc)
     DIM: gl.constexpr = BUILD.dim

@@ -168,7 +168,7 @@ class _Backward:
             if self._is_wide
             else hopper_backward._attention_bwd_hopper_kernel,
             (plan.n_programs,),
-            config.launch,
+            config.launch._replace(begins_early=True),
             (
                 describe_tiles(self._q, _M, dim),
                 describe_tiles(self._k, _ROWS, dim),
@@ -205,7 +205,7 @@ class _Backward:
         return Launch(
             hopper_rows._attention_bwd_hopper_finish_kernel,
             (self._n_blocks,),
-            Config(_M, 0, 4, 1),
+            Config(_M, 0, 4, 1, begins_early=True),
             (
                 buffer, call.operand(dq), call.piece.terms.scale, self._by_rows.call.place,
                 dq.shape[-1], self._dims[0], call.place_kind, self._is_added,

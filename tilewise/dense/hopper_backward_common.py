@@ -18,6 +18,7 @@ from ..kernels.gluon import (
     subtract_distance,
     tanh_fast,
     tma_load,
+    wait_for_last,
 )
 from ..kernels.masks import row_span
 from ..kernels.placement import FIELDS, FIRST_K_TILE, FIRST_Q_TILE, PACKED
@@ -181,6 +182,8 @@ def load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
     n_landed = _load_keys(descs, memory, seq, tile, first_key - n0, last_key - n0, BUILD)
     first_head = tile.kv_head * fresh_number(call.place.group, BUILD)
     head, i = 0, 0
+    # The numbers of rows, and the zeros that dQ is added to. K and V were there before.
+    wait_for_last()
     for j in range(work.n_all + 1):
         slot = j % BUILD.slots
         if j >= BUILD.slots:

@@ -146,6 +146,7 @@ def _build(
     return HopperBuild(
         *dims,
         product_dim(call.piece.q.shape[-1]),
+        product_dim(call.piece.v.shape[-1]),
         call.place_kind,
         SpanBuild(call.mask_kind, block_m, block_n),
         SpanBuild(call.mask_kind, _ROWS, block_n),

@@ -46,7 +46,6 @@ from ..kernels.gluon import (
     tma_store,
     tma_store_wait,
     unpack_pairs,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ..kernels.masks import key_span
@@ -59,12 +58,23 @@ from .hopper_producer import (
     ROWS,
     Rings,
     count_everyone,
+    first_columns,
     load_partition,
     q_empty_barrier,
     turn_barrier,
     v_empty_barrier,
 )
-from .hopper_products import accumulator, issue_product, left_operand, store_rows, tile_at
+from .hopper_products import (
+    accumulator,
+    issue_product,
+    issue_sum,
+    left_operand,
+    parts_of,
+    store_rows,
+    tile_at,
+    wait_for_sum,
+    zero_sum,
+)
 
 _THREADS = gl.constexpr(128)
 # The reference of a row that has none: far below any score, and finite, so that nothing is NaN.
@@ -119,22 +129,27 @@ def _mma_partition(
         seq, h, tile = _read_tile(rings, call, index, BUILD)
         work = _describe(rings, call, seq, h, tile, iteration, ID, BUILD)
         lo, hi = _whole_blocks(call, seq, h, tile, work, ID, BUILD)
-        acc, sums, ref, p = _first_block(rings, work, ID, BUILD)
-        acc, sums, ref, p = _blocks(1, lo, acc, sums, ref, p, rings, work, True, ID, BUILD)
-        acc, sums, ref, p = _blocks(lo, hi, acc, sums, ref, p, rings, work, False, ID, BUILD)
+        acc, rest, sums, ref, p = _first_block(rings, work, ID, BUILD)
+        acc, rest, sums, ref, p = _blocks(
+            1, lo, acc, rest, sums, ref, p, rings, work, True, ID, BUILD
+        )
+        acc, rest, sums, ref, p = _blocks(
+            lo, hi, acc, rest, sums, ref, p, rings, work, False, ID, BUILD
+        )
         # Once more, for it would have taken registers from the loop above.
         seq, h, tile = _read_tile(rings, call, _receive(rings.mail, 0), BUILD)
         work = _describe(rings, call, seq, h, tile, iteration, ID, BUILD)
         if BUILD.has_start:
-            acc, sums, ref, p = _blocks(
-                hi, work.n_blocks, acc, sums, ref, p, rings, work, True, ID, BUILD
+            acc, rest, sums, ref, p = _blocks(
+                hi, work.n_blocks, acc, rest, sums, ref, p, rings, work, True, ID, BUILD
             )
         if not BUILD.shares_q:
             barrier_arrive(q_empty_barrier(BUILD), EVERYONE, 4)
         iteration += work.n_blocks
-        acc = _last_values(rings, iteration - 1, p, acc, BUILD)
+        acc, rest = _last_values(rings, iteration - 1, p, acc, rest, BUILD)
         _finish(
-            rings, out_desc, out, remainder, lse, call, seq, h, tile, acc, sums, ref, ID, BUILD
+            rings, out_desc, out, remainder, lse, call, seq, h, tile, acc, rest, sums, ref, ID,
+            BUILD,
         )  # fmt: skip
         if BUILD.shares_q:
             barrier_arrive(q_empty_barrier(BUILD), EVERYONE, 4)
@@ -218,13 +233,20 @@ def _pass_turn(ID: gl.constexpr, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def _issue_values(rings, p, acc, slot, BUILD: gl.constexpr):
+def _issue_values(rings, p, acc, rest, slot, BUILD: gl.constexpr):
     """O of a block more, on its way. p: packed."""
-    BLOCK_N: gl.constexpr = BUILD.tile.block_n
-    LEFT: gl.constexpr = left_operand(BUILD.value_dim)
-    left = unpack_pairs(p, rings.v.dtype, LEFT, ROWS, BLOCK_N)
-    v = tile_at(rings.v, slot, BLOCK_N, BUILD.value_dim)
-    return warpgroup_mma(left, v, acc, is_async=True)
+    LEFT: gl.constexpr = left_operand(first_columns(BUILD.value_width))
+    left = unpack_pairs(p, rings.v.dtype, LEFT, ROWS, BUILD.tile.block_n)
+    return issue_sum(left, rings.v, slot, acc, rest, BUILD.value_width)
+
+
+@gluon.jit
+def _scale_values(acc, rest, factor, BUILD: gl.constexpr):
+    """O times a factor for each row."""
+    acc = _scale_rows(acc, factor)
+    if parts_of(BUILD.value_width) == 2:
+        rest = _scale_rows(rest, factor)
+    return acc, rest
 
 
 @gluon.jit
@@ -272,7 +294,6 @@ def _mask(s, work, j, BUILD: gl.constexpr):
 def _first_block(rings, work, ID: gl.constexpr, BUILD: gl.constexpr):
     """S and P of the first block; there is no O to add to yet."""
     BLOCK_N: gl.constexpr = BUILD.tile.block_n
-    VALUE_DIM: gl.constexpr = BUILD.value_dim
     slot = work.iteration % BUILD.k_slots
     mbarrier.wait(rings.k_full.index(slot), (work.iteration // BUILD.k_slots) & 1)
     _take_turn(ID, BUILD)
@@ -285,19 +306,19 @@ def _first_block(rings, work, ID: gl.constexpr, BUILD: gl.constexpr):
     # Where no block follows there is nothing to make room for, and P keeps more of its bits.
     room = gl.where(work.n_blocks > 1, BUILD.room, 0.0)
     p, _, ref = _raise(s, none, True, work.scale, room)
-    acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, accumulator(VALUE_DIM))
+    acc, rest = zero_sum(BUILD.value_width)
     sums = sum_in_thread(p, ROWS, BLOCK_N)
-    return acc, sums, ref, pack_pairs(p, rings.v.dtype, ROWS, BLOCK_N)
+    return acc, rest, sums, ref, pack_pairs(p, rings.v.dtype, ROWS, BLOCK_N)
 
 
 @gluon.jit
 def _blocks(
-    lo, hi, acc, sums, ref, p, rings, work,
+    lo, hi, acc, rest, sums, ref, p, rings, work,
     MASKED: gl.constexpr, ID: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
     """Blocks lo to hi, counted from the tile's last: S of each, and O of the one before it.
 
-    acc: O. sums: of P, `[rows, 4]`. p: of the block before, packed.
+    acc, rest: O. sums: of P, `[rows, 4]`. p: of the block before, packed.
     """
     BLOCK_N: gl.constexpr = BUILD.tile.block_n
     EVERYONE: gl.constexpr = count_everyone(BUILD)
@@ -305,6 +326,8 @@ def _blocks(
     EARLY: gl.constexpr = BUILD.is_early and not MASKED
     FLAG: gl.constexpr = _flag_name(ID)
     LIMIT: gl.constexpr = BUILD.limit
+    WIDTH: gl.constexpr = BUILD.value_width
+    PARTS: gl.constexpr = parts_of(WIDTH)
     for j in range(lo, hi):
         it = work.iteration + j
         slot = it % BUILD.k_slots
@@ -313,21 +336,21 @@ def _blocks(
         _take_turn(ID, BUILD)
         s = issue_product(work.q, rings.k, slot, BUILD.width)
         mbarrier.wait(rings.v_full.index(v_slot), ((it - 1) // BUILD.v_slots) & 1)
-        acc = _issue_values(rings, p, acc, v_slot, BUILD)
+        acc, rest = _issue_values(rings, p, acc, rest, v_slot, BUILD)
         _pass_turn(ID, BUILD)
-        s = warpgroup_mma_wait(1, [s])
+        s = warpgroup_mma_wait(PARTS, [s])
         if MASKED:
             barrier_arrive(FIRST_FREE + slot, EVERYONE, 4)
             s = _mask(_add_terms(s, work, j, BUILD), work, j, BUILD)
             x, shrink, ref = _raise(s, ref, True, work.scale, BUILD.room)
             sums = _scale_rows(sums, shrink) + sum_in_thread(x, ROWS, BLOCK_N)
-            acc = warpgroup_mma_wait(0, [acc])
+            acc, rest = wait_for_sum(0, acc, rest, WIDTH)
             barrier_arrive(v_empty_barrier(BUILD) + v_slot, EVERYONE, 4)
-            acc = _scale_rows(acc, shrink)
+            acc, rest = _scale_values(acc, rest, shrink, BUILD)
             p = pack_pairs(x, DTYPE, ROWS, BLOCK_N)
         else:
             if EARLY:
-                acc = warpgroup_mma_wait(0, [acc])
+                acc, rest = wait_for_sum(0, acc, rest, WIDTH)
                 barrier_arrive(v_empty_barrier(BUILD) + v_slot, EVERYONE, 4)
             s = _add_terms(s, work, j, BUILD)
             x = exp2_fast(s * work.scale - ref[:, None])
@@ -336,14 +359,14 @@ def _blocks(
                 p = pack_pairs(x, DTYPE, ROWS, BLOCK_N)
             flag_vote(FLAG, ID, new, LIMIT)
             if not EARLY:
-                acc = warpgroup_mma_wait(0, [acc])
+                acc, rest = wait_for_sum(0, acc, rest, WIDTH)
                 barrier_arrive(v_empty_barrier(BUILD) + v_slot, EVERYONE, 4)
             if flag_read(FLAG, it) != 0:
                 x2, new, shrink, ref = _pass_limit(
                     x, new, ref, rings, work, it, slot, ID, BUILD
                 )  # fmt: skip
                 sums = _scale_rows(sums, shrink)
-                acc = _scale_rows(acc, shrink)
+                acc, rest = _scale_values(acc, rest, shrink, BUILD)
                 if EARLY:
                     p = pack_pairs(x2, DTYPE, ROWS, BLOCK_N)
                 else:
@@ -353,7 +376,7 @@ def _blocks(
             barrier_arrive(FIRST_FREE + slot, EVERYONE, 4)
             if not EARLY:
                 p = pack_pairs(x, DTYPE, ROWS, BLOCK_N)
-    return acc, sums, ref, p
+    return acc, rest, sums, ref, p
 
 
 @gluon.jit
@@ -387,19 +410,19 @@ def _pass_limit(x, new, ref, rings, work, it, slot, ID: gl.constexpr, BUILD: gl.
 
 
 @gluon.jit
-def _last_values(rings, iteration, p, acc, BUILD: gl.constexpr):
+def _last_values(rings, iteration, p, acc, rest, BUILD: gl.constexpr):
     """O with the last block in it."""
     slot = iteration % BUILD.v_slots
     mbarrier.wait(rings.v_full.index(slot), (iteration // BUILD.v_slots) & 1)
-    acc = _issue_values(rings, p, acc, slot, BUILD)
-    acc = warpgroup_mma_wait(0, [acc])
+    acc, rest = _issue_values(rings, p, acc, rest, slot, BUILD)
+    acc, rest = wait_for_sum(0, acc, rest, BUILD.value_width)
     barrier_arrive(v_empty_barrier(BUILD) + slot, count_everyone(BUILD), 4)
-    return acc
+    return acc, rest
 
 
 @gluon.jit
 def _finish(
-    rings, out_desc, out, remainder, lse, call, seq, h, tile, acc, sums, ref,
+    rings, out_desc, out, remainder, lse, call, seq, h, tile, acc, rest, sums, ref,
     ID: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
     """Write a consumer's rows of out and lse; and what rounding took off out, where there is room
@@ -417,38 +440,62 @@ def _finish(
     if call.terms.sinks is not None:
         row_lse, shrink = join_sink(row_lse, gl.load(call.terms.sinks + h).to(gl.float32))
         factor *= shrink
-    acc = _scale_rows(acc, factor)
+    acc, rest = _scale_values(acc, rest, factor, BUILD)
     if BUILD.place != UNIFORM:
         owned = m < seq.q_used
-        OWNED: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-        acc = gl.where(gl.convert_layout(owned, OWNED)[:, None], acc, 0.0)
+        acc = _clean_rows(acc, owned)
+        if parts_of(BUILD.value_width) == 2:
+            rest = _clean_rows(rest, owned)
         row_lse = gl.where(owned, row_lse, float("-inf"))
     n_rows = seq.q_stored - first
     at = [seq.batch, h, seq.q_first + first, 0]
-    # Heads are neighbours, so their stride is what a row stores.
     if not BUILD.is_staged:
-        store_rows(out, at, acc, n_rows, 0, out.stride_h, False, BUILD)
+        _store_values(out, at, acc, rest, n_rows, BUILD)
     elif BUILD.place >= PACKED:
         # TMA does not know where a document ends.
         if n_rows >= ROWS:
-            _store_out(rings, out_desc, acc, at, BUILD, ID)
+            _store_out(rings, out_desc, acc, rest, at, BUILD, ID)
         else:
-            store_rows(out, at, acc, n_rows, 0, out.stride_h, False, BUILD)
+            _store_values(out, at, acc, rest, n_rows, BUILD)
     else:
-        _store_out(rings, out_desc, acc, at, BUILD, ID)
+        _store_out(rings, out_desc, acc, rest, at, BUILD, ID)
     if remainder.ptr is not None:
         acc = acc - acc.to(out.ptr.dtype.element_ty).to(gl.float32)
-        store_rows(remainder, at, acc, n_rows, 0, remainder.stride_h, False, BUILD)
+        if parts_of(BUILD.value_width) == 2:
+            rest = rest - rest.to(out.ptr.dtype.element_ty).to(gl.float32)
+        _store_values(remainder, at, acc, rest, n_rows, BUILD)
     lse_base = statistics_base(fresh_statistics(lse, BUILD), seq.batch, seq.q_first + first, h)
     gl.store(lse_base + (m - first), row_lse, mask=m < seq.q_stored)
 
 
 @gluon.jit
-def _store_out(rings, desc, acc, at, BUILD: gl.constexpr, ID: gl.constexpr):
+def _clean_rows(x, owned):
+    """x, and 0 in rows that nobody owns."""
+    OWNED: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return gl.where(gl.convert_layout(owned, OWNED)[:, None], x, 0.0)
+
+
+@gluon.jit
+def _store_values(out, at, acc, rest, n_rows, BUILD: gl.constexpr):
+    FIRST: gl.constexpr = first_columns(BUILD.value_width)
+    # Heads are neighbours, so their stride is what a row stores.
+    store_rows(out, at, acc, n_rows, 0, out.stride_h, False, BUILD)
+    if BUILD.value_width > FIRST:
+        store_rows(out, at, rest, n_rows, FIRST, out.stride_h, False, BUILD)
+
+
+@gluon.jit
+def _store_out(rings, desc, acc, rest, at, BUILD: gl.constexpr, ID: gl.constexpr):
     """A consumer's rows, cut by TMA where storage ends."""
+    FIRST: gl.constexpr = first_columns(BUILD.value_width)
     # The tile before may still be on its way out of this memory.
     tma_store_wait(0)
-    tile_at(rings.out, ID, ROWS, BUILD.value_dim).store(acc.to(desc.dtype))
+    tile = tile_at(rings.out, ID, ROWS, BUILD.value_dim)
+    if BUILD.value_width == FIRST:
+        tile.store(acc.to(desc.dtype))
+    else:
+        tile.slice(0, FIRST, 1).store(acc.to(desc.dtype))
+        tile.slice(FIRST, BUILD.value_width - FIRST, 1).store(rest.to(desc.dtype))
     fence_async_shared()
     tma_store(desc, at, rings.out.index(ID))
     if BUILD.shares_q:

@@ -63,18 +63,20 @@ class SpanBuild(NamedTuple):
 class HopperBuild(NamedTuple):
     """What the kernel is compiled for.
 
-    dim, value_dim: as tiles hold them. width: of which S is made. place: see `placement.py`. tile,
-    group: spans of a tile and of a consumer's rows. has_start: rows may not see the first keys.
-    is_folded: a score is nothing but the scaled product. is_capped, has_slopes: there is a softcap,
-    there are slopes. n_consumers, k_slots, v_slots. takes_turns: see `Turn` in `hopper_forward.py`.
-    is_early: wait for O before the vote, not after. is_staged: out leaves by TMA. shares_q: it is
-    staged where Q was. room: log2 of the room that a new reference leaves. limit: of the sums of P
-    in a thread, as PTX writes an f32. registers: of consumers, of the producer.
+    dim, value_dim: as tiles hold them. width, value_width: of which S and O are made. place: see
+    `placement.py`. tile, group: spans of a tile and of a consumer's rows. has_start: rows may not
+    see the first keys. is_folded: a score is nothing but the scaled product. is_capped, has_slopes:
+    there is a softcap, there are slopes. n_consumers, k_slots, v_slots. takes_turns: see `Turn` in
+    `hopper_forward.py`. is_early: wait for O before the vote, not after. is_staged: out leaves by
+    TMA. shares_q: it is staged where Q was. room: log2 of the room that a new reference leaves.
+    limit: of the sums of P in a thread, as PTX writes an f32. registers: of consumers, of the
+    producer.
     """
 
     dim: int
     value_dim: int
     width: int
+    value_width: int
     place: int
     tile: SpanBuild
     group: SpanBuild
@@ -144,18 +146,27 @@ def load_partition(q_desc, k_desc, v_desc, rings, call, tickets, BUILD: gl.const
             _start_tile(
                 q_desc, k_desc, rings, call, seq, index, h, tile, iteration, BUILD
             )  # fmt: skip
-            next_ticket = gl.num_programs(0) + gl.atomic_add(tickets.ptr, 1)
-            iteration, n_landed = _load_blocks(
-                k_desc, v_desc, rings, call, seq, h, tile, iteration, n_landed, BUILD
+            iteration, n_landed, ticket = _load_blocks(
+                k_desc, v_desc, rings, call, seq, h, tile, iteration, n_landed, tickets, BUILD
             )  # fmt: skip
         else:
-            next_ticket = gl.num_programs(0) + gl.atomic_add(tickets.ptr, 1)
-        ticket = next_ticket
+            ticket = _next_ticket(tickets, BUILD)
     _drain(rings, iteration, BUILD)
     _send(rings.mail, -1, 0, 0)
     for i in gl.static_range(N_CONSUMERS):
         mbarrier.arrive(rings.q_full.index(i), count=1)
-    _put_back(tickets)
+    if n_all > gl.num_programs(0):
+        _put_back(tickets)
+
+
+@gluon.jit
+def _next_ticket(tickets, BUILD: gl.constexpr):
+    """From the counter, or none where each tile has its program."""
+    n_all = fresh_number(tickets.n_tiles, BUILD)
+    ticket = n_all
+    if n_all > gl.num_programs(0):
+        ticket = gl.num_programs(0) + gl.atomic_add(tickets.ptr, 1)
+    return ticket
 
 
 @gluon.jit
@@ -249,9 +260,11 @@ def _start_tile(
 
 @gluon.jit
 def _load_blocks(
-    k_desc, v_desc, rings, call, seq, h, tile, iteration, n_landed, BUILD: gl.constexpr
+    k_desc, v_desc, rings, call, seq, h, tile, iteration, n_landed, tickets, BUILD: gl.constexpr
 ):  # fmt: skip
-    """The blocks of a tile, keys one ahead of values. Returns: iteration, n_landed."""
+    """The blocks of a tile, keys one ahead of values. Returns: iteration, n_landed, and the ticket
+    after this tile's."""
+    ticket = 0
     span, n_blocks, last = _span(call, seq, h, tile, BUILD)
     kv_head = h // fresh_number(call.place.group, BUILD)
     for j in range(0, n_blocks):
@@ -260,8 +273,11 @@ def _load_blocks(
             below = seq.k_first + n0 - BUILD.tile.block_n
             _load_k(k_desc, rings, iteration + 1, seq.batch, kv_head, below, BUILD)
         n_landed = _load_v(v_desc, rings, iteration, n_landed, seq, span, kv_head, n0, BUILD)
+        if j == 0:
+            # When all is on its way that the first product waits for: the counter answers late.
+            ticket = _next_ticket(tickets, BUILD)
         iteration += 1
-    return iteration, n_landed
+    return iteration, n_landed, ticket
 
 
 @gluon.jit

@@ -26,6 +26,24 @@ from ..kernels.tiles import load_tile, row_base, row_product, statistics_base
 _BLOCK = tl.constexpr(64)
 
 
+# As `kernels.gluon` has them for Gluon's kernels.
+
+
+@triton.jit
+def begin_next():
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def wait_for_last():
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit
 def _locate(place, PLACE: tl.constexpr):
     """A program's sequence and head, the first row in the sequence, the block among all."""
@@ -49,6 +67,7 @@ def _attention_bwd_hopper_prepare_kernel(
 ):  # fmt: skip
     """Numbers of a block's rows, and zeros in its part of the buffer. remainder: of out. DIM:
     columns of dQ there, 0 where it is not added up in a buffer."""
+    begin_next()
     seq, h, m0, number = _locate(place, PLACE)
     r = tl.arange(0, _BLOCK)
     used, first = m0 + r < seq.q_used, seq.q_first + m0
@@ -83,6 +102,7 @@ def _attention_bwd_hopper_finish_kernel(
 ):  # fmt: skip
     """dQ of a block from the buffer, scaled and rounded; with ADD added to what is there. COLUMNS:
     of dq in memory, not more than DIM."""
+    wait_for_last()
     seq, h, m0, number = _locate(place, PLACE)
     r = tl.arange(0, _BLOCK)[:, None]
     column = tl.arange(0, DIM)[None, :]

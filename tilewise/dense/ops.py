@@ -164,15 +164,19 @@ def _forward(
     piece = arguments.piece(q, k, v).as_batch()
     match arguments.chosen(piece):
         case "triton" | "hopper" as name:
+            from ..kernels.launch import go_ahead
             from .triton_call import TritonCall
 
             call = TritonCall(piece)
-            if name == "triton" and is_split:
-                from .triton_backward import begin_to_compile
+            if is_split:
+                from .ahead import begin_to_compile
 
-                begin_to_compile(call)
+                begin_to_compile(name, call, gradients_on_gpu)
             ready = forward_of(name)(call, out_dtype, is_split=is_split)
-            result = ready.run(piece.q, piece.k, piece.v)
+            try:
+                result = ready.run(piece.q, piece.k, piece.v)
+            finally:
+                go_ahead()
         case name:
             from . import tiled_forward
 
@@ -238,6 +242,10 @@ def gradients_on_gpu(
     wanted: list[bool],
 ) -> list[Tensor]:
     """See `triton_backward.attention_gradients`."""
+    from ..kernels.launch import finish_ahead
+
+    if not call.is_rehearsal:
+        finish_ahead()
     if backend == "hopper" and not why_not_hopper_backward(call.piece, wanted):
         from . import hopper_backward_call
 

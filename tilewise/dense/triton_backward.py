@@ -18,7 +18,7 @@ Deterministic: always, since every sum has one owner and one order. That takes s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.keys import load_keys
-from ..kernels.launch import UNTILED, Launch, compile_ahead, finish_ahead
+from ..kernels.launch import Launch
 from ..kernels.masks import BAND, key_span, partial_tile, row_span, visible, whole_tile
 from ..kernels.placement import FIRST_K_TILE, FIRST_Q_TILE, locate
 from ..kernels.recompute import Upstream, load_rows, recompute, store_rows
@@ -44,9 +44,10 @@ from ..kernels.tiles import (
     zero_tile,
 )
 from .config import KeysConfig, backward_config, delta_config
-from .piece import Piece, Result, new_remainder
+from .piece import Piece, Result
 from .triton_bias_backward import bias_gradient
 from .triton_call import TritonCall, align_rows, contiguous_statistics, cut_rows
+from .triton_few_keys_backward import few_keys_launch, is_of_few_keys
 from .triton_row_sums import row_sums_launch
 
 
@@ -263,12 +264,19 @@ def attention_gradients(
     """
     (dout, dlse), lse = upstream, result.lse
     piece, terms = call.piece, call.piece.terms
-    finish_ahead()
-    _place(call)
+    is_short = is_of_few_keys(call) and not any(wanted)
+    if not is_short:
+        _place(call)
     # The kernels multiply it by v: an fp32 partial's gradient is rounded as q, k and v are.
     dout = align_rows(dout.to(piece.q.dtype))
     lse = contiguous_statistics(lse)
     dlse = None if dlse is None else contiguous_statistics(dlse)
+    inputs = (piece.q, piece.k, piece.v)
+    if is_short:
+        found = [call.new_rows(x.shape, x.dtype) for x in inputs]
+        call.launch_together([few_keys_launch(call, dout, lse, dlse, found)])
+        cut = (cut_rows(g, x.shape[-1]) for g, x in zip(found, inputs, strict=True))
+        return [*cut, *(lse.new_empty(0) for _ in range(3))]
     rows = call.new((*lse.shape, 4), torch.float32)
     is_summed = piece.q.dtype != torch.float32 and (call.has_few_keys or any(wanted))
     first = []
@@ -277,7 +285,6 @@ def attention_gradients(
     if is_summed or terms.bias is not None:
         first.append(row_sums_launch(call, dout, lse, dlse, rows, has_delta=is_summed))
     above = Upstream(call.operand(dout), call.row_numbers(rows))
-    inputs = (piece.q, piece.k, piece.v)
     dq, dk, dv = (call.new_rows(x.shape, x.dtype) for x in inputs)
     slopes = torch.empty_like(lse) if wanted[1] else None
     _launch_gradients(call, above, Gradients(dq, dk, dv, slopes), first)
@@ -293,30 +300,6 @@ def attention_gradients(
             extras[0] = bias_gradient(call, terms.bias, above, sums).to(terms.bias.dtype)
     cut = (cut_rows(g, x.shape[-1]) for g, x in zip((dq, dk, dv), inputs, strict=True))
     return [*cut, *extras]
-
-
-# Backwards whose compilation was begun.
-_begun: set[Any] = set()
-
-
-def begin_to_compile(call: TritonCall) -> None:
-    """Of a call of 16 bits that learns: compile what its backward will launch while the forward's
-    kernel is compiled and runs. Calls with more tensors than lengths and masks wait for theirs."""
-    key = call.device, call.build(backward_config(call.key).rows), call.key, call.has_few_keys
-    if key in _begun or not call.is_reusable:
-        return
-    _begun.add(key)
-    # The forward places sequences too, and compiles that kernel itself.
-    own = [x for x in call.rehearse(_rehearse) if x.config != UNTILED]
-    compile_ahead(own, call.device)
-
-
-def _rehearse(call: TritonCall) -> None:
-    q, v = call.piece.q, call.piece.v
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    lse = q.new_empty(call.B, call.H, call.M, dtype=torch.float32)
-    result = Result(out, lse, new_remainder(out))
-    attention_gradients(call, (torch.empty_like(out), None), result, [False] * 3)
 
 
 def attention_bwd(

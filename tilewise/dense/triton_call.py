@@ -125,7 +125,7 @@ class TritonCall:
         self._compiled: dict[Any, Any] = {}
         self._together: set[Any] = set()
         self._tape: Tape | None = None
-        # Launches that are written down and not made.
+        # See `is_rehearsal`.
         self._rehearsed: list[Launch] | None = None
 
     @property
@@ -145,6 +145,11 @@ class TritonCall:
         lengths = [getattr(piece.positions, name) for name in LENGTHS]
         index = (*lengths, *piece.mask.tensors())
         return q, k, v, [None if x is None else x.detach().to("meta") for x in index]
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether its launches are written down and not made."""
+        return self._rehearsed is not None
 
     def rehearse(self, run: Callable[[TritonCall], Any]) -> list[Launch]:
         """What `run` launches, with nothing launched; of a call that is reusable."""

@@ -30,7 +30,7 @@ from ..kernels.tiles import load_tile, row_base, statistics_base
 from .config import sums_config
 from .triton_call import TritonCall
 
-_LARGE_LSE = tl.constexpr(8192.0)
+LARGE_LSE = tl.constexpr(8192.0)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _attention_bwd_row_sums_kernel(
     lse_base = statistics_base(lse, seq.batch, row, h)
     row_lse = tl.load(lse_base + rows, mask=owned, other=float("-inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    is_large = (tl.abs(row_lse) > _LARGE_LSE) & (row_lse < float("inf"))
+    is_large = (tl.abs(row_lse) > LARGE_LSE) & (row_lse < float("inf"))
     total_p = tl.zeros((BLOCK_M,), tl.float32)
     total_dp = tl.zeros((BLOCK_M,), tl.float32)
     is_needed = tl.max(is_large.to(tl.int32), 0) > 0

@@ -110,6 +110,27 @@ def _barrier(PTX: gl.constexpr, barrier, THREADS: gl.constexpr, WARPS: gl.conste
     )
 
 
+# ---------------------------------------------------------------- launches that overlap
+
+
+@gluon.jit
+def begin_next():
+    """Of the next launch, where it is `Config.begins_early`, programs may start once all of this
+    one have come by here."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait_for_last():
+    """Until the launch before has ended, and what it wrote is there."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 # ---------------------------------------------------------------- a flag that a warp group shares
 #
 # A tensor's value cannot become a scalar without a reduction through shared memory. A register of

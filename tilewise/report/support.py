@@ -14,7 +14,7 @@ import torch
 from ..catalog import OPS
 from ..core.case import Case
 from ..dense.checks import PLACEMENT, check_call
-from ..dense.choice import explain_elsewhere
+from ..dense.choice import problems_elsewhere
 from ..dense.piece import Piece
 from .tables import Table
 
@@ -80,10 +80,8 @@ def why_not(feature: Feature, backend: str) -> str:
     """Why a backend does not take a feature, on a GPU of its kind; empty where it does."""
     if backend in ("tiled", "reference"):
         return ""
-    # Where hopper does not take it, triton is asked; of a lower GPU hopper is not.
-    architecture = "sm_90" if backend == "hopper" else "sm_80"
-    choice = explain_elsewhere(_piece(feature.load()), architecture, "a GPU")
-    return "" if choice.name == backend else choice.rejected[backend]
+    not_triton, not_hopper = problems_elsewhere(_piece(feature.load()), "sm_90")
+    return not_hopper if backend == "hopper" else not_triton
 
 
 def _piece(case: Case) -> Piece:
