@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.first_derivative import mark_first_derivatives
+from ..core.observed import is_observed
 from ..core.shapes import accumulator_of, check_cu_seqlens, is_read
 from .choice import choose
 from .inputs import Inputs
@@ -136,7 +137,7 @@ class Linear(torch.autograd.Function):
     def forward(ctx: Any, known: Any, backend: str, scale: float, *tensors: Tensor | None) -> Any:
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.backend, ctx.scale, ctx.is_known = backend, scale, known is not None
+        ctx.backend, ctx.scale = backend, scale
         if known is not None:
             return known.run(_inputs(tensors, scale))
         return torch.ops.tilewise.linear_fwd(*tensors, scale, backend)
@@ -149,7 +150,8 @@ class Linear(torch.autograd.Function):
             dout = torch.zeros_like(tensors[2])
         with torch.no_grad():
             # Compiled autograd traces the backward of a call that was not compiled.
-            if ctx.is_known and not torch.compiler.is_compiling():
+            is_seen = torch.compiler.is_compiling() or is_observed()
+            if ctx.backend == "triton" and not is_seen:
                 from .triton_backward import linear_bwd
             else:
                 linear_bwd = _registered_bwd(ctx.backend)

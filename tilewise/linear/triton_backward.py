@@ -43,9 +43,9 @@ def linear_bwd(
     if D == 1 or E == 1:
         dims = (D, D, E, D if inputs.has_vector_gate else None, None, None)
         found = [x if x is None else x[..., :d] for x, d in zip(found, dims, strict=True)]
-    nothing = dout.new_empty(0)
     return tuple(
-        nothing if x is None or not want else x for x, want in zip(found, wanted, strict=True)
+        dout.new_empty(0) if x is None or not want else x
+        for x, want in zip(found, wanted, strict=True)
     )
 
 
@@ -83,10 +83,9 @@ def _plan(dout: Tensor, dstate: Tensor | None, inputs: Inputs, state_wanted: boo
         call.numbers(dbeta_parts),
     )
     pairs, made = call.pairs(), (remade.prepared, remade.states, remade.steps)
-    call.add_chunks(
-        _chunk_pairs_kernel, call.config.pairs, call.call, remade.errors, remade.steps, dsteps,
-        upstream, pairs,
-    )  # fmt: skip
+    call.add_pairs(
+        _chunk_pairs_kernel, call.call, remade.errors, remade.steps, dsteps, upstream, pairs
+    )
     kernel = _chunk_ladder_kernel if call.gate == 2 else _chunk_gradients_kernel
     call.add_gradients(
         kernel, call.call, made, pairs,

@@ -153,6 +153,11 @@ class LinearCall:
         """To be run: a program for each slot and head."""
         self.plan.add(kernel, self.slots * self.H, config, (*arguments, self.build))
 
+    def add_pairs(self, kernel: Any, *arguments: Any) -> None:
+        """The same for `pairs`, which has a width of its own."""
+        build = self.build._replace(block_e=self.config.pairs_e)
+        self.plan.add(kernel, self.slots * self.H, self.config.pairs, (*arguments, build))
+
     def add_states(self, kernel: Any, *arguments: Any) -> None:
         """To be run: a program for each sequence, head and slice of E."""
         tiles = power_of_two(self.D), self.config.slice_e, self.build

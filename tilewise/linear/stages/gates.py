@@ -1,9 +1,9 @@
 """Decays within a chunk, from sums of log gates over the steps between.
 
-A sum is never the difference of two longer ones: it is a product of the gates with a matrix of 0
-and 1, or a running sum from where it begins. So no exponent is above 0 where no gate is, a strong
-gate costs its neighbours no accuracy, and the gradient of a gate adds up what passed it, with the
-same matrix transposed.
+A sum is never the difference of two longer ones that were rounded: it is a product of the gates
+with a matrix of 0 and 1, or a running sum from where it begins, or exact. So no exponent is above 0
+where no gate is, a strong gate costs its neighbours no accuracy, and the gradient of a gate adds up
+what passed it, with the same matrix transposed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .structs import HIGHEST_LOG2, LOG2_E, LOWEST_LOG2
-from .tiles import load_columns, load_numbers, load_rows, sum_dot
+from .tiles import load_columns, load_numbers, load_rows
 
 
 @triton.jit
@@ -95,11 +95,26 @@ def whole_decays(g, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def pair_decay(g, CHUNK: tl.constexpr, BUILD: tl.constexpr):
-    """`[i, j]`: a scalar gate's decay from step j to step i, 0 for j > i."""
+def pair_decay(g, CHUNK: tl.constexpr):
+    """`[i, j]`: a scalar gate's decay from step j to step i, 0 for j > i.
+
+    Here a sum is the difference of two from the chunk's start, whose digits are kept apart so that
+    none is lost: multiples of 2^-4 and of 2^-23, each with sums that fp32 holds exactly, and the
+    rest, of which 64 are below 2^-18.
+    """
     row, col = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    sums = sum_dot(up_to(CHUNK, False, False), tl.where(row > col, g[:, None], 0.0), BUILD)
+    g = tl.minimum(g, -LOWEST_LOG2)
+    high = tl.floor(g * 16.0) * 0.0625
+    rest = g - high
+    middle = tl.floor(rest * 8388608.0) * 1.1920928955078125e-07
+    low = _differences(tl.cumsum(rest - middle, 0))
+    sums = _differences(tl.cumsum(high, 0)) + (_differences(tl.cumsum(middle, 0)) + low)
     return tl.where(row >= col, decay_of(sums), 0.0)
+
+
+@triton.jit
+def _differences(x):
+    return x[:, None] - x[None, :]
 
 
 @triton.jit

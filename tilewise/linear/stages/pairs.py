@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ...kernels.structs import decode
 from .gates import load_scalar_gate, pair_decay
+from .products import key_products
 from .structs import SCALAR_GATE, locate_chunk
 from .tiles import (
     dot,
@@ -54,7 +55,7 @@ def _chunk_pairs_kernel(call, errors, steps, dsteps, dout, out, BUILD: tl.conste
     da = tl.where(i > j, -da, 0.0)
     if BUILD.gate == SCALAR_GATE:
         g = load_scalar_gate(call.g, row, first, count, head, C)
-        decay = pair_decay(g, C, BUILD)
+        decay = pair_decay(g, C)
         dqk, da = dqk * decay, da * decay
     store_block(out.dqk, at, 0, 0, dqk, C, C, C, C, BUILD)
     if BUILD.has_delta:
@@ -62,28 +63,13 @@ def _chunk_pairs_kernel(call, errors, steps, dsteps, dout, out, BUILD: tl.conste
         tl.store(out.dbeta + at * C + offs, dbeta)
     if BUILD.gate == SCALAR_GATE:
         qk_head = head // decode(call.place.group)
-        where = (row, first, count, qk_head)
-        between = dqk * _products(call, call.q, where, DTYPE, BUILD)
+        qk, kk = key_products(call, row, first, count, qk_head, DTYPE, BUILD)
+        between = dqk * qk
         if BUILD.has_delta:
             beta = load_numbers(call.beta, row, first, count, head, C)
-            between += da * beta[:, None] * _products(call, call.k, where, DTYPE, BUILD)
+            between += da * beta[:, None] * kk
         # Gate l is in the decay of a pair j < l <= i. A step's own is in none, and would swallow
         # the others' digits.
         between = tl.where(i > j, between, 0.0)
         earlier = tl.cumsum(between, 1) - between
         tl.store(out.dg + at * C + offs, tl.sum(tl.where(i >= j, earlier, 0.0), 0))
-
-
-@triton.jit
-def _products(call, rows, where, DTYPE: tl.constexpr, BUILD: tl.constexpr):
-    """Of q or k with every k."""
-    C: tl.constexpr = BUILD.chunk
-    D: tl.constexpr = BUILD.dim
-    BLOCK: tl.constexpr = BUILD.block_d
-    row, first, count, head = where
-    acc = tl.zeros((C, C), tl.float32)
-    for d0 in range(0, D, BLOCK):
-        x = load_rows(rows, row, first, count, head, d0, C, BLOCK, D)
-        k_columns = load_columns(call.k, row, first, count, head, d0, C, BLOCK, D)
-        acc = dot(x, k_columns, acc, DTYPE, BUILD)
-    return acc

@@ -28,11 +28,11 @@ from .gates import (
     up_to,
     whole_decays,
 )
+from .products import key_products
 from .solve import invert_unit_lower, store_inverse
 from .structs import SCALAR_GATE, VECTOR_GATE, locate_chunk
 from .tiles import (
     dot,
-    load_columns,
     load_numbers,
     load_rows,
     narrow,
@@ -56,11 +56,14 @@ def _chunk_prepare_kernel(call, out, BUILD: tl.constexpr):
     qk_head = head // decode(call.place.group)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     where = (row, first, count, head, qk_head)
-    qk = _products(call, call.q, where, DTYPE, BUILD)
+    if BUILD.gate == VECTOR_GATE:
+        qk = _products(call, call.q, where, DTYPE, BUILD)
+    else:
+        qk, kk = key_products(call, row, first, count, qk_head, DTYPE, BUILD)
     g = tl.zeros((C,), tl.float32)
     if BUILD.gate == SCALAR_GATE:
         g = load_scalar_gate(call.g, row, first, count, head, C)
-        decay = pair_decay(g, C, BUILD)
+        decay = pair_decay(g, C)
         qk *= decay
     store_block(out.scores, at, 0, 0, tl.where(i >= j, qk, 0.0) * call.scale, C, C, C, C, BUILD)
     if BUILD.gate == SCALAR_GATE:
@@ -72,7 +75,8 @@ def _chunk_prepare_kernel(call, out, BUILD: tl.constexpr):
         tl.store(out.total + at, total)
     if BUILD.has_delta:
         beta = load_numbers(call.beta, row, first, count, head, C)
-        kk = _products(call, call.k, where, DTYPE, BUILD)
+        if BUILD.gate == VECTOR_GATE:
+            kk = _products(call, call.k, where, DTYPE, BUILD)
         if BUILD.gate == SCALAR_GATE:
             kk *= decay
         a = tl.where(i > j, kk * beta[:, None], 0.0)
@@ -87,21 +91,11 @@ def _chunk_prepare_kernel(call, out, BUILD: tl.constexpr):
 
 @triton.jit
 def _products(call, rows, where, DTYPE: tl.constexpr, BUILD: tl.constexpr):
-    """`[i, j]` of q or k with k, for j <= i; of a vector gate with its decay."""
-    C: tl.constexpr = BUILD.chunk
-    BLOCK: tl.constexpr = BUILD.block_d
-    row, first, count, _, qk_head = where
-    if BUILD.gate == VECTOR_GATE:
-        acc, lowest = _near_products(call, rows, where, DTYPE, BUILD)
-        # A loop, not unrolled: its code takes long to compile.
-        for n in range(lowest, rungs(C)):
-            acc = _climb(call, rows, acc, where, n, DTYPE, BUILD)
-    else:
-        acc = tl.zeros((C, C), tl.float32)
-        for d0 in range(0, BUILD.dim, BLOCK):
-            x = load_rows(rows, row, first, count, qk_head, d0, C, BLOCK, BUILD.dim)
-            columns = load_columns(call.k, row, first, count, qk_head, d0, C, BLOCK, BUILD.dim)
-            acc = dot(x, columns, acc, DTYPE, BUILD)
+    """`[i, j]` of q or k with k, for j <= i, with a vector gate's decay."""
+    acc, lowest = _near_products(call, rows, where, DTYPE, BUILD)
+    # A loop, not unrolled: its code takes long to compile.
+    for n in range(lowest, rungs(BUILD.chunk)):
+        acc = _climb(call, rows, acc, where, n, DTYPE, BUILD)
     return acc
 
 
