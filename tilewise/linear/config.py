@@ -65,7 +65,7 @@ def stage_config(key: Key) -> StageConfig:
         block_d = min(32, block_d)
         # The ladder's forward sees a product transposed, which Hopper's warp groups may not (see
         # `kernels/README.md`); its backward has tiles of 32 rows, which are none of theirs.
-        prepare, gradients = Config(CHUNK, CHUNK, FEW_WARPS, 1), Config(CHUNK, CHUNK, 8, 1)
+        prepare, gradients = Config(CHUNK, CHUNK, 4, 1), Config(CHUNK, CHUNK, 8, 1)
     # Slices of as many columns as keep the GPU's multiprocessors busy: of 64 on eight warps take
     # longer where there are few heads (H200, 2026-11-30).
     has_room = key.architecture in _LARGE_SHARED

@@ -13,6 +13,7 @@ from ..kernels.structs import Operand, absent
 from .inputs import Inputs
 from .plan import Plan, Slot, keep_plan
 from .stages.prepare import _chunk_prepare_kernel
+from .stages.prepare_vector import _chunk_prepare_vector_kernel
 from .stages.solve import _chunk_invert_kernel
 from .stages.states import _states_kernel
 from .stages.structs import Prepared
@@ -57,7 +58,8 @@ def _plan(inputs: Inputs) -> Plan:
 
 def add_preparing(call: LinearCall) -> Prepared:
     prepared = call.prepared()
-    call.add_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
+    kernel = _chunk_prepare_vector_kernel if call.gate == 2 else _chunk_prepare_kernel
+    call.add_chunks(kernel, call.config.prepare, call.call, prepared)
     if prepared.lower is not None:
         call.add_chunks(_chunk_invert_kernel, call.config.pairs, prepared)
     return prepared

@@ -119,12 +119,24 @@ def rung(n, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
     return ((step > low) & (step <= high)).to(tl.float32)
 
 
+# How far from a border that serves pairs on both sides a decay may be, as a power of two: the factors
+# of its steps are as large and as small. bf16 has the range, and no precision to lose to the
+# exponents'; and two such stay within what growth may reach.
+NEAR_LOG2, SHORT_LOG2 = tl.constexpr(57.7), tl.constexpr(4.0)
+
+
+@triton.constexpr_function
+def near_limit(dtype):
+    """For factors that are rounded to a dtype."""
+    return NEAR_LOG2 if dtype == tl.bfloat16 else SHORT_LOG2
+
+
 @triton.jit
-def from_middle(CHUNK: tl.constexpr):
-    """`[i, l]`: which gates stand between the middle of step i's block of 16 and the step: 1 those
-    before it, -1 those after it."""
-    i, step = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    middle = ((i >> 4) << 4) + 8
+def from_middle(CHUNK: tl.constexpr, SPAN: tl.constexpr):
+    """`[l, i]`: which gates stand between the middle of step i's block of SPAN and the step: 1
+    those after the middle, -1 those up to it."""
+    i, step = tl.arange(0, CHUNK)[None, :], tl.arange(0, CHUNK)[:, None]
+    middle = (i // SPAN) * SPAN + SPAN // 2
     after = ((step > middle) & (step <= i)).to(tl.float32)
     return after - ((step > i) & (step <= middle)).to(tl.float32)
 

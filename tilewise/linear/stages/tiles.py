@@ -147,6 +147,18 @@ def store_block(
 
 
 @triton.jit
+def store_block_transposed(
+    ptr, index, r0, c0, tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """The block of a tile that is `[WIDTH, HEIGHT]`."""
+    rows, cols = r0 + tl.arange(0, HEIGHT), c0 + tl.arange(0, WIDTH)
+    ptrs = ptr + index * (ROWS * COLS) + rows[None, :] * COLS + cols[:, None]
+    mask = (rows < ROWS)[None, :] & (cols < COLS)[:, None]
+    tl.store(ptrs, narrow(tile, ptr.dtype.element_ty, BUILD), mask=mask)
+
+
+@triton.jit
 def dot(a, b, acc, DTYPE: tl.constexpr, BUILD: tl.constexpr):
     """acc + a b of operands rounded to the inputs' dtype, in fp32; acc may be None."""
     PRECISION: tl.constexpr = BUILD.precision
