@@ -65,7 +65,7 @@ def stage_config(key: Key) -> StageConfig:
         block_d = min(32, block_d)
         # The ladder's forward sees a product transposed, which Hopper's warp groups may not (see
         # `kernels/README.md`); its backward has tiles of 32 rows, which are none of theirs.
-        prepare, gradients = Config(CHUNK, CHUNK, 4, 1), Config(CHUNK, CHUNK, 8, 1)
+        prepare, gradients = Config(CHUNK, 32, 4, 1, 168), Config(CHUNK, CHUNK, 8, 1, 128)
     # Slices of as many columns as keep the GPU's multiprocessors busy: of 64 on eight warps take
     # longer where there are few heads (H200, 2026-11-30).
     has_room = key.architecture in _LARGE_SHARED
@@ -75,8 +75,9 @@ def stage_config(key: Key) -> StageConfig:
     # sets, one is being read by products. With two, loads would begin when a chunk is done.
     stages = 1 if not has_room else 2 if key.gate == 2 and key.has_delta else 3
     states = Config(CHUNK, slice_e, warps, stages)
+    gradients_d = min(64, power_of_two(key.D))
     return StageConfig(
-        CHUNK, block_d, block_e, block_d, prepare, alone, gradients, slice_e, states
+        CHUNK, block_d, block_e, gradients_d, prepare, alone, gradients, slice_e, states
     )  # fmt: skip
 
 
@@ -86,4 +87,5 @@ def _wide_config(key: Key) -> StageConfig:
     few = Config(CHUNK, CHUNK, FEW_WARPS, 1)
     block_e = min(64, power_of_two(key.E))
     states = Config(CHUNK, 16, FEW_WARPS, 1)
-    return StageConfig(CHUNK, 32, block_e, 16, few, few, few, 16, states)
+    prepare = Config(CHUNK, 32, FEW_WARPS, 1)
+    return StageConfig(CHUNK, 32, block_e, 16, prepare, few, few, 16, states)

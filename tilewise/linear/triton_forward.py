@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.structs import Operand, absent
+from .config import power_of_two
 from .inputs import Inputs
 from .plan import Plan, Slot, keep_plan
 from .stages.prepare import _chunk_prepare_kernel
@@ -58,8 +59,12 @@ def _plan(inputs: Inputs) -> Plan:
 
 def add_preparing(call: LinearCall) -> Prepared:
     prepared = call.prepared()
-    kernel = _chunk_prepare_vector_kernel if call.gate == 2 else _chunk_prepare_kernel
-    call.add_chunks(kernel, call.config.prepare, call.call, prepared)
+    config = call.config.prepare
+    if call.gate == 2:
+        width = min(config.block_n, power_of_two(call.D))
+        call.add_chunks(_chunk_prepare_vector_kernel, config, call.call, prepared, width)
+    else:
+        call.add_chunks(_chunk_prepare_kernel, config, call.call, prepared)
     if prepared.lower is not None:
         call.add_chunks(_chunk_invert_kernel, call.config.pairs, prepared)
     return prepared

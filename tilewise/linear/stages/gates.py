@@ -22,13 +22,19 @@ def load_scalar_gate(g, row, first, count, head, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def log2_gate(gate):
+    """Of natural log gates, fp32."""
+    return tl.maximum(gate * LOG2_E, LOWEST_LOG2)
+
+
+@triton.jit
 def load_vector_gate(
     g, row, first, count, head, d0,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Log2 gates `[C, WIDTH]`."""
     tile = load_rows(g, row, first, count, head, d0, CHUNK, WIDTH, DIM).to(tl.float32)
-    return tl.maximum(tile * LOG2_E, LOWEST_LOG2)
+    return log2_gate(tile)
 
 
 @triton.jit
@@ -38,7 +44,7 @@ def load_gate_columns(
 ):  # fmt: skip
     """The same, transposed: `[WIDTH, C]`."""
     tile = load_columns(g, row, first, count, head, d0, CHUNK, WIDTH, DIM).to(tl.float32)
-    return tl.maximum(tile * LOG2_E, LOWEST_LOG2)
+    return log2_gate(tile)
 
 
 @triton.jit
@@ -132,11 +138,14 @@ def near_limit(dtype):
 
 
 @triton.jit
-def from_middle(CHUNK: tl.constexpr, SPAN: tl.constexpr):
-    """`[l, i]`: which gates stand between the middle of step i's block of SPAN and the step: 1
-    those after the middle, -1 those up to it."""
-    i, step = tl.arange(0, CHUNK)[None, :], tl.arange(0, CHUNK)[:, None]
-    middle = (i // SPAN) * SPAN + SPAN // 2
+def from_middle(CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """`[i, l]`: which gates stand between the middle of step i's block of 16 and the step: 1 those
+    after it, -1 those up to it; or `[l, i]`."""
+    if TRANSPOSED:
+        i, step = tl.arange(0, CHUNK)[None, :], tl.arange(0, CHUNK)[:, None]
+    else:
+        i, step = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    middle = ((i >> 4) << 4) + 8
     after = ((step > middle) & (step <= i)).to(tl.float32)
     return after - ((step > i) & (step <= middle)).to(tl.float32)
 

@@ -1,11 +1,11 @@
 """Gradients of q, k, gate and beta of a vector gate, each chunk by itself: see `gradients.py`.
 
-Dims: as there; every tile is transposed, `[dims, steps]`, so that its rows are the few dims of one
-    program: products of less than 64 rows are not of Hopper's warp groups (see `config.py`).
-Grid: chunk slots x value heads x blocks of D, the last first.
+Dims, Grid: as there.
 Math: as `gradients.py`; a score and a step of A go back to q, k and the gate as they came
-    (`prepare.py`), rung by rung. What a pair gives to its decay from a border is a gradient of
-    every gate that stands between; nothing is the difference of larger sums.
+    (`prepare_vector.py`): by way of the middle of the chunk where gates are not strong, else rung by
+    rung. What a pair gives to its decay from a border is a gradient of every gate that stands
+    between. From the middle it may be past both steps of a pair, and what they give then cancels:
+    to the last digits of fp32, since both are made of the same rounded factors.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
-from .gates import decay_of, from_first, load_gate_columns, rung, rung_pairs, rungs, up_to
+from .gates import decay_of, from_first, load_vector_gate, near_limit, rung, rung_pairs, rungs, up_to
+from .gradients import _through_state
 from .structs import locate_chunk
 from .tiles import (
     dot,
     load_block,
     load_block_transposed,
-    load_columns,
     load_numbers,
+    load_rows,
     narrow,
-    store_columns,
     store_numbers,
-    sum_dot_right,
+    store_rows,
+    sum_dot,
 )
 
 
@@ -54,77 +55,83 @@ def _chunk_ladder_kernel(
     dq, dk_seen, dk = _through_state(
         where, beta, states, steps, dstates, dsteps, dout, d0, DTYPE, BUILD
     )
-    q = load_columns(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    k = load_columns(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    gate = load_gate_columns(call.g, row, first, count, head, d0, C, BLOCK, D)
+    gate = load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, D)
     # The state has been decayed by the first.
-    reached = decay_of(sum_dot_right(gate, from_first(C, True), BUILD))
-    left = decay_of(sum_dot_right(gate, up_to(C, True, True), BUILD))
-    dq, dk_seen, dk = dq * call.scale * reached, dk_seen * reached, dk * left
-    passed = sum_dot_right(q * dq + k * dk_seen, up_to(C, False, False), BUILD)
-    passed += sum_dot_right(k * dk, up_to(C, True, False), BUILD)
+    first_half = tl.sum(tl.where(((offs > 0) & (offs < C // 2))[:, None], gate, 0.0), 0)
+    second_half = tl.sum(tl.where((offs >= C // 2)[:, None], gate, 0.0), 0)
+    reached = sum_dot(from_first(C, False), gate, BUILD)
+    is_strong = tl.float32 == DTYPE
+    if tl.float32 != DTYPE:
+        is_strong = tl.max(tl.abs(reached - first_half[None, :])) > near_limit(DTYPE)
+    reached = decay_of(reached)
+    left = decay_of(sum_dot(up_to(C, True, False), gate, BUILD))
+    q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
+    k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
+    dq, dk_seen, dk = dq * (reached * call.scale), dk_seen * reached, dk * left
+    from_start, to_end = q * dq + k * dk_seen, k * dk
+    diagonal = tl.load(pairs.dqk + at * (C * C) + offs * (C + 1)).to(tl.float32)[:, None]
+    dq += diagonal * k
+    dk += dk_seen + diagonal * q
+    dr = tl.zeros((C, BLOCK), tl.float32)
+    between = tl.zeros((C, BLOCK), tl.float32)
+    rows = beta[:, None] * k
+    if is_strong:
+        # A loop, not unrolled: its code takes long to compile.
+        for n in range(0, rungs(C)):
+            decay = decay_of(sum_dot(rung(n, C, False), gate, BUILD))
+            dq, dk, shares = _descend(dq, dk, pairs.dqk, at, q, k, decay, n, DTYPE, BUILD)
+            if BUILD.has_delta:
+                dr, dk, more = _descend(dr, dk, pairs.da, at, rows, k, decay, n, DTYPE, BUILD)
+                shares += more
+            between += sum_dot(rung(n, C, True), shares, BUILD)
+    else:
+        # From the middle to each step, and from each step to it.
+        after = reached * tl.exp2(-first_half)[None, :]
+        before = left * tl.exp2(-second_half)[None, :]
+        k_before = narrow(k * before, DTYPE, BUILD)
+        dq_far, dk_far, shares = _from_middle(
+            pairs.dqk, at, narrow(q * after, DTYPE, BUILD), k_before, DTYPE, BUILD
+        )
+        if BUILD.has_delta:
+            dr_far, more_far, more = _from_middle(
+                pairs.da, at, narrow(rows * after, DTYPE, BUILD), k_before, DTYPE, BUILD
+            )
+            dr, dk_far, shares = dr_far * after, dk_far + more_far, shares + more
+        dq += dq_far * after
+        dk += dk_far * before
+        from_start += shares
+    # Of a gate what passes it from the chunk's start to later steps, from earlier ones to its end,
+    # from earlier ones to later ones.
+    between += sum_dot(up_to(C, False, True), from_start, BUILD)
+    between += sum_dot(up_to(C, True, True), to_end, BUILD)
     dims = d0 + tl.arange(0, BLOCK)
     whole = tl.zeros((BLOCK,), tl.float32)
     for part in range(0, SLICES):
         whole += tl.load(dtotal + (at * SLICES + part) * D + dims, mask=dims < D, other=0.0)
-    later = tl.sum(tl.where((offs > 0)[None, :], gate, 0.0), 1)
-    passed += (whole * decay_of(later))[:, None]
-    diagonal = tl.load(pairs.dqk + at * (C * C) + offs * (C + 1)).to(tl.float32)[None, :]
-    dq += diagonal * k
-    dk += dk_seen + diagonal * q
-    dr = tl.zeros((BLOCK, C), tl.float32)
-    # A loop, not unrolled: its code takes long to compile.
-    for n in range(0, rungs(C)):
-        decay = decay_of(sum_dot_right(gate, rung(n, C, True), BUILD))
-        dq, dk, shares = _descend(dq, dk, pairs.dqk, at, q, k, decay, n, DTYPE, BUILD)
-        if BUILD.has_delta:
-            dr, dk, more = _descend(
-                dr, dk, pairs.da, at, k * beta[None, :], k, decay, n, DTYPE, BUILD
-            )
-            shares += more
-        passed += sum_dot_right(shares, rung(n, C, False), BUILD)
+    between += (whole * decay_of(first_half + second_half))[None, :]
+    store_rows(dg_out, row, first, count, head, d0, between, C, BLOCK, D, BUILD)
     if BUILD.has_delta:
-        dk += dr * beta[None, :]
-        dbeta = tl.sum(dr * k, 0)
+        dk += dr * beta[:, None]
+        dbeta = tl.sum(dr * k, 1)
         if block == 0:
             dbeta += tl.load(pairs.dbeta + at * C + offs)
         store_numbers(dbeta_out, row, first, count, head * BLOCKS + block, dbeta, C, BUILD)
-    store_columns(dg_out, row, first, count, head, d0, passed, C, BLOCK, D, BUILD)
-    store_columns(dq_out, row, first, count, head, d0, dq, C, BLOCK, D, BUILD)
-    store_columns(dk_out, row, first, count, head, d0, dk, C, BLOCK, D, BUILD)
+    store_rows(dq_out, row, first, count, head, d0, dq, C, BLOCK, D, BUILD)
+    store_rows(dk_out, row, first, count, head, d0, dk, C, BLOCK, D, BUILD)
 
 
 @triton.jit
-def _through_state(
-    where, beta, states, steps, dstates, dsteps, dout, d0, DTYPE: tl.constexpr,
-    BUILD: tl.constexpr,
-):  # fmt: skip
-    """Gradients of q, of the k that reads and of the k that writes, before their decays, for dims
-    from d0 on."""
+def _from_middle(gradients, at, x, k, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+    """Of products of x, q or beta k decayed from the middle, and k decayed to it: the gradients of
+    both, and what pairs give to the exponents. gradients: of the products."""
     C: tl.constexpr = BUILD.chunk
-    D: tl.constexpr = BUILD.dim
-    E: tl.constexpr = BUILD.value_dim
-    WIDTH: tl.constexpr = BUILD.block_d
-    BLOCK: tl.constexpr = BUILD.block_e
-    at, head, row, first, count = where
-    dq = tl.zeros((WIDTH, C), tl.float32)
-    dk_seen = tl.zeros((WIDTH, C), tl.float32)
-    dk = tl.zeros((WIDTH, C), tl.float32)
-    for e0 in range(0, E, BLOCK):
-        do = load_columns(dout, row, first, count, head, e0, C, BLOCK, E)
-        state = load_block(states, at, d0, e0, WIDTH, BLOCK, D, E)
-        high = narrow(state, DTYPE, BUILD)
-        dq = dot(high, do, dq, DTYPE, BUILD)
-        if tl.float32 != DTYPE:
-            # A gate's gradient has no dim to average the rounding of the state over.
-            dq = dot(state - high.to(tl.float32), do, dq, DTYPE, BUILD)
-        if BUILD.has_delta:
-            y = load_block_transposed(dsteps, at, 0, e0, C, BLOCK, C, E).to(tl.float32)
-            dk_seen = dot(high, -y * beta[None, :], dk_seen, DTYPE, BUILD)
-        dstate = load_block(dstates, at, d0, e0, WIDTH, BLOCK, D, E)
-        d = load_block_transposed(steps, at, 0, e0, C, BLOCK, C, E)
-        dk = dot(dstate, d, dk, DTYPE, BUILD)
-    return dq, dk_seen, dk
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    # A step with itself has no decay, and would swallow the others' digits.
+    pairs = load_block(gradients, at, 0, 0, C, C, C, C)
+    dx = dot(tl.where(i > j, pairs, 0.0), k, None, DTYPE, BUILD)
+    pairs_t = load_block_transposed(gradients, at, 0, 0, C, C, C, C)
+    dk = dot(tl.where(i < j, pairs_t, 0.0), x, None, DTYPE, BUILD)
+    return dx, dk, x.to(tl.float32) * dx - k.to(tl.float32) * dk
 
 
 @triton.jit
@@ -135,6 +142,6 @@ def _descend(dx, dk, gradients, at, x, k, decay, n, DTYPE: tl.constexpr, BUILD: 
     lower, upper = rung_pairs(n, C, False), rung_pairs(n, C, True)
     pairs = tl.where(lower, load_block(gradients, at, 0, 0, C, C, C, C), 0.0)
     pairs_t = tl.where(upper, load_block_transposed(gradients, at, 0, 0, C, C, C, C), 0.0)
-    dx_here = dot(k * decay, pairs_t, None, DTYPE, BUILD) * decay
-    dk_here = dot(x * decay, pairs, None, DTYPE, BUILD) * decay
+    dx_here = dot(pairs, k * decay, None, DTYPE, BUILD) * decay
+    dk_here = dot(pairs_t, x * decay, None, DTYPE, BUILD) * decay
     return dx + dx_here, dk + dk_here, x * dx_here + k * dk_here

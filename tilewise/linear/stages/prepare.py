@@ -16,6 +16,7 @@ from .solve import invert_unit_lower, store_inverse
 from .structs import SCALAR_GATE, locate_chunk
 from .tiles import dot, load_columns, load_numbers, load_rows, store_block
 
+
 @triton.jit
 def _chunk_prepare_kernel(call, out, BUILD: tl.constexpr):
     """Everything of one chunk and head that needs no state."""

@@ -1,9 +1,7 @@
 """Preparation of chunks under a vector gate, each by itself: scores, the delta rule's A, q and k with
 their decays.
 
-Dims: as `structs.Prepared`; tiles are transposed, `[dims, steps]`, so that what one step's decay is
-    made of stands in a row, and no product that is seen transposed is of Hopper's warp groups.
-Grid: chunk slots x value heads, heads first.
+Dims: as `structs.Prepared`. Grid: chunk slots x value heads, heads first.
 Math: as `tiled.py`; the decay stands between the factors of a score. Where gates are not strong the
     middle of the chunk is the border of all pairs: from it to the later step, and to it from the
     earlier one, with exponents of both signs. Else a ladder of blocks of 32, 16, ..., 1 steps gives
@@ -22,6 +20,8 @@ from .gates import (
     from_first,
     from_middle,
     load_gate_columns,
+    load_vector_gate,
+    log2_gate,
     near_limit,
     rung,
     rung_pairs,
@@ -33,32 +33,37 @@ from .tiles import (
     dot,
     load_columns,
     load_numbers,
+    load_rows,
+    load_steps,
     narrow,
     store_block,
-    store_block_transposed,
+    store_steps,
+    sum_dot,
     sum_dot_right,
 )
 
 
 @triton.jit
-def _chunk_prepare_vector_kernel(call, out, BUILD: tl.constexpr):
-    """Everything of one chunk and head that needs no state, but for the inverse."""
+def _chunk_prepare_vector_kernel(call, out, BLOCK: tl.constexpr, BUILD: tl.constexpr):
+    """Everything of one chunk and head that needs no state, but for the inverse. BLOCK: of dims."""
     C: tl.constexpr = BUILD.chunk
-    BLOCK: tl.constexpr = BUILD.block_d
     DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
     at, head, row, first, count = locate_chunk(call.place, tl.program_id(0), C)
     where = (at, head, row, first, count, head // decode(call.place.group))
     qk, kk = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-    # Which blocks of dims have strong gates, bit by bit.
-    strong = 0
-    for d0 in range(0, BUILD.dim, BLOCK):
-        qk, kk, is_strong = _add_weak(call, out, where, d0, qk, kk, DTYPE, BUILD)
-        strong |= is_strong << (d0 // BLOCK)
+    # Which blocks of dims have strong gates, bit by bit. In fp32 few would be weak.
+    strong = -1
+    if tl.float32 != DTYPE:
+        strong = 0
+        for d0 in range(0, BUILD.dim, BLOCK):
+            qk, kk, is_strong = _add_weak(call, out, where, d0, qk, kk, BLOCK, DTYPE, BUILD)
+            strong |= is_strong << (d0 // BLOCK)
+        qk, kk = _in_order(qk, C), _in_order(kk, C)
     # By themselves: what a ladder holds would be held all along.
     if strong != 0:
         for d0 in range(0, BUILD.dim, BLOCK):
             if ((strong >> (d0 // BLOCK)) & 1) != 0:
-                qk, kk = _add_strong(call, out, where, d0, qk, kk, DTYPE, BUILD)
+                qk, kk = _add_strong(call, out, where, d0, qk, kk, BLOCK, DTYPE, BUILD)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     # Above the diagonal there may be anything, of growth that no pair has.
     store_block(out.scores, at, 0, 0, tl.where(i >= j, qk * call.scale, 0.0), C, C, C, C, BUILD)
@@ -69,96 +74,154 @@ def _chunk_prepare_vector_kernel(call, out, BUILD: tl.constexpr):
 
 
 @triton.jit
-def _load(call, where, d0, BUILD: tl.constexpr):
-    """q, k and log2 gates of dims from d0 on, fp32."""
-    C: tl.constexpr = BUILD.chunk
-    D: tl.constexpr = BUILD.dim
-    BLOCK: tl.constexpr = BUILD.block_d
-    _, head, row, first, count, qk_head = where
-    gate = load_gate_columns(call.g, row, first, count, head, d0, C, BLOCK, D)
-    q = load_columns(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    k = load_columns(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    return q, k, gate
+def _spread(CHUNK: tl.constexpr):
+    """The order of a weak block's steps: two that follow each other stand half a tile apart, so
+    that one thread has both and adds them up alone."""
+    at = tl.arange(0, CHUNK)
+    return (at % (CHUNK // 2)) * 2 + at // (CHUNK // 2)
 
 
 @triton.jit
-def _add_weak(call, out, where, d0, qk, kk, DTYPE: tl.constexpr, BUILD: tl.constexpr):
-    """The products of q and of k with k, and what these dims have for them; and 0, or 1 where the
-    gates of these dims are too strong, and nothing else of them is done."""
+def _in_order(pairs, CHUNK: tl.constexpr):
+    """`[i, j]` of pairs of steps that are in that order."""
+    spread = tl.reshape(pairs, (2, CHUNK // 2, 2, CHUNK // 2))
+    return tl.reshape(tl.permute(spread, (1, 0, 3, 2)), (CHUNK, CHUNK))
+
+
+@triton.jit
+def _add_weak(
+    call,
+    out,
+    where,
+    d0,
+    qk,
+    kk,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BUILD: tl.constexpr,
+):
+    """The products of q and of k with k, of steps in their spread order, and what these dims have
+    for them; and 0, or 1 where the gates of these dims are too strong, and nothing of them is
+    done."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
-    BLOCK: tl.constexpr = BUILD.block_d
-    at = where[0]
-    dims, steps = d0 + tl.arange(0, BLOCK), tl.arange(0, C)[None, :]
-    q, k, gate = _load(call, where, d0, BUILD)
-    entry = tl.sum(tl.where(steps == 0, gate, 0.0), 1)
-    # From the first step to the middle, and from there to the last.
-    first_half = tl.sum(tl.where((steps > 0) & (steps <= C // 2), gate, 0.0), 1)
-    second_half = tl.sum(tl.where(steps > C // 2, gate, 0.0), 1)
-    tl.store(out.entry + at * D + dims, decay_of(entry), mask=dims < D)
-    tl.store(out.total + at * D + dims, decay_of(first_half + second_half), mask=dims < D)
-    exponent = sum_dot_right(gate, from_middle(C, C), BUILD)
-    is_strong = (tl.max(tl.max(tl.abs(exponent), 1), 0) > near_limit(DTYPE)).to(tl.int32)
+    at, head, row, first, count, qk_head = where
+    steps = _spread(C)
+    gate = load_steps(call.g, row, first, count, head, d0, steps, BLOCK, D).to(tl.float32)
+    q = load_steps(call.q, row, first, count, qk_head, d0, steps, BLOCK, D).to(tl.float32)
+    k = load_steps(call.k, row, first, count, qk_head, d0, steps, BLOCK, D).to(tl.float32)
+    # The state has been decayed by the first.
+    gate = tl.where((steps > 0)[:, None], log2_gate(gate), 0.0)
+    exponent, first_half, second_half = _from_middle(gate, C, BLOCK)
+    is_strong = (tl.max(tl.abs(exponent)) > near_limit(DTYPE)).to(tl.int32)
     if is_strong == 0:
         after, before = tl.exp2(exponent), tl.exp2(-exponent)
         q, seen, k = q * after, k * after, k * before
-        columns = narrow(k, DTYPE, BUILD)
-        qk = dot(tl.trans(narrow(q, DTYPE, BUILD)), columns, qk, DTYPE, BUILD)
+        columns = tl.trans(narrow(k, DTYPE, BUILD))
+        qk = dot(q, columns, qk, DTYPE, BUILD)
         if BUILD.has_delta:
-            kk = dot(tl.trans(narrow(seen, DTYPE, BUILD)), columns, kk, DTYPE, BUILD)
-        reached, left = tl.exp2(first_half)[:, None], tl.exp2(second_half)[:, None]
-        _store_decayed(call, out, at, d0, q * reached, seen * reached, k * left, BUILD)
+            kk = dot(seen, columns, kk, DTYPE, BUILD)
+        reached, left = tl.exp2(first_half)[None, :], tl.exp2(second_half)[None, :]
+        store_steps(out.q, at, d0, steps, q * (reached * call.scale), BLOCK, C, D, BUILD)
+        store_steps(out.k, at, d0, steps, k * left, BLOCK, C, D, BUILD)
+        if BUILD.has_delta:
+            store_steps(out.seen, at, d0, steps, seen * reached, BLOCK, C, D, BUILD)
+        _store_whole(call, out, where, d0, first_half + second_half, BLOCK, BUILD)
     return qk, kk, is_strong
 
 
 @triton.jit
-def _add_strong(call, out, where, d0, qk, kk, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+def _from_middle(gate, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """Of gates in their spread order: the sum from the middle of the chunk to each step, below 0
+    for steps after it, and that of each half. A sum is a difference of others, off by some 2^-17
+    where none is large."""
+    HALF: tl.constexpr = CHUNK // 2
+    gate = tl.reshape(gate, (2, HALF, WIDTH))
+    twos = tl.sum(gate, 0)
+    is_first = (tl.arange(0, HALF) < HALF // 2)[:, None]
+    first_half = tl.sum(tl.where(is_first, twos, 0.0), 0)
+    second_half = tl.sum(tl.where(is_first, 0.0, twos), 0)
+    # To the second of two steps; the first has one gate less.
+    exponent = (tl.cumsum(twos, 0) - first_half[None, :])[None, :, :]
+    is_even = (tl.arange(0, 2) == 0)[:, None, None]
+    second = tl.sum(tl.where(is_even, 0.0, gate), 0)[None, :, :]
+    exponent = tl.where(is_even, exponent - second, exponent)
+    return tl.reshape(exponent, (CHUNK, WIDTH)), first_half, second_half
+
+
+@triton.jit
+def _add_strong(
+    call,
+    out,
+    where,
+    d0,
+    qk,
+    kk,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BUILD: tl.constexpr,
+):
     """The same for gates of any strength."""
     C: tl.constexpr = BUILD.chunk
-    q, k, gate = _load(call, where, d0, BUILD)
-    qk = _climb(q, k, gate, qk, True, DTYPE, BUILD)
+    D: tl.constexpr = BUILD.dim
+    at, head, row, first, count, qk_head = where
+    q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
+    k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
+    gate = load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, D)
+    qk = _climb(call, where, d0, q, k, gate, qk, True, BLOCK, DTYPE, BUILD)
     if BUILD.has_delta:
-        kk = _climb(k, k, gate, kk, False, DTYPE, BUILD)
-    reached = decay_of(sum_dot_right(gate, from_first(C, True), BUILD))
-    left = decay_of(sum_dot_right(gate, up_to(C, True, True), BUILD))
-    _store_decayed(call, out, where[0], d0, q * reached, k * reached, k * left, BUILD)
+        kk = _climb(call, where, d0, k, k, gate, kk, False, BLOCK, DTYPE, BUILD)
+    reached = decay_of(sum_dot(from_first(C, False), gate, BUILD))
+    left = decay_of(sum_dot(up_to(C, True, False), gate, BUILD))
+    store_block(out.q, at, 0, d0, q * reached * call.scale, C, BLOCK, C, D, BUILD)
+    store_block(out.k, at, 0, d0, k * left, C, BLOCK, C, D, BUILD)
+    if BUILD.has_delta:
+        store_block(out.seen, at, 0, d0, k * reached, C, BLOCK, C, D, BUILD)
+    later = tl.sum(tl.where((tl.arange(0, C) > 0)[:, None], gate, 0.0), 0)
+    _store_whole(call, out, where, d0, later, BLOCK, BUILD)
     return qk, kk
 
 
 @triton.jit
-def _store_decayed(call, out, at, d0, q, seen, k, BUILD: tl.constexpr):
-    """q and k decayed from the chunk's first step, and k to its last."""
-    C: tl.constexpr = BUILD.chunk
+def _store_whole(call, out, where, d0, later, BLOCK: tl.constexpr, BUILD: tl.constexpr):
+    """The first step's decay and, from the sum of their gates, all others'."""
     D: tl.constexpr = BUILD.dim
-    BLOCK: tl.constexpr = BUILD.block_d
-    store_block_transposed(out.q, at, 0, d0, q * call.scale, C, BLOCK, C, D, BUILD)
-    store_block_transposed(out.k, at, 0, d0, k, C, BLOCK, C, D, BUILD)
-    if BUILD.has_delta:
-        store_block_transposed(out.seen, at, 0, d0, seen, C, BLOCK, C, D, BUILD)
+    at, head, row, first, count, _ = where
+    entry = tl.sum(load_vector_gate(call.g, row, first, count, head, d0, 1, BLOCK, D), 0)
+    dims = d0 + tl.arange(0, BLOCK)
+    tl.store(out.entry + at * D + dims, decay_of(entry), mask=dims < D)
+    tl.store(out.total + at * D + dims, decay_of(later), mask=dims < D)
 
 
 @triton.jit
 def _climb(
-    x, k, gate, acc, WITH_OWN: tl.constexpr, DTYPE: tl.constexpr, BUILD: tl.constexpr
+    call, where, d0, x, k, gate, acc,
+    WITH_OWN: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
     """acc + the products of x, q or k, with k over some dims, each with its decay, rung by rung.
-    WITH_OWN: those of steps with themselves too."""
+    WITH_OWN: those of steps with themselves too. A product of Hopper's warp groups may not be seen
+    transposed (see `kernels/README.md`): columns are decayed by sums of their own."""
     C: tl.constexpr = BUILD.chunk
+    D: tl.constexpr = BUILD.dim
     LIMIT: tl.constexpr = near_limit(DTYPE)
+    _, head, row, first, count, qk_head = where
+    columns = load_columns(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
+    gate_columns = load_gate_columns(call.g, row, first, count, head, d0, C, BLOCK, D)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    exponent = sum_dot_right(gate, from_middle(C, 16), BUILD)
+    exponent = sum_dot(from_middle(C, False), gate, BUILD)
     is_near = tl.max(tl.max(tl.abs(exponent), 1), 0) <= LIMIT
     lowest = tl.where(is_near, 4, 0).to(tl.int32)
-    exponent = tl.minimum(tl.maximum(exponent, -LIMIT), LIMIT)
-    rows = tl.trans(narrow(x * tl.exp2(exponent), DTYPE, BUILD))
-    near = dot(rows, k * tl.exp2(-exponent), None, DTYPE, BUILD)
+    after = tl.exp2(tl.minimum(tl.maximum(exponent, -LIMIT), LIMIT))
+    exponent = sum_dot_right(gate_columns, from_middle(C, True), BUILD)
+    before = tl.exp2(-tl.minimum(tl.maximum(exponent, -LIMIT), LIMIT))
+    near = dot(x * after, columns * before, None, DTYPE, BUILD)
     acc += tl.where((((i ^ j) >> lowest) == 0) & (j < i), near, 0.0)
     if WITH_OWN:
-        acc += tl.where(i == j, tl.sum(x * k, 0)[:, None], 0.0)
+        acc += tl.where(i == j, tl.sum(x * k, 1)[:, None], 0.0)
     # A loop, not unrolled: its code takes long to compile.
     for n in range(lowest, rungs(C)):
-        decay = decay_of(sum_dot_right(gate, rung(n, C, True), BUILD))
-        rows = tl.trans(narrow(x * decay, DTYPE, BUILD))
-        far = dot(rows, k * decay, None, DTYPE, BUILD)
+        after = decay_of(sum_dot(rung(n, C, False), gate, BUILD))
+        before = decay_of(sum_dot_right(gate_columns, rung(n, C, True), BUILD))
+        far = dot(x * after, columns * before, None, DTYPE, BUILD)
         acc += tl.where(rung_pairs(n, C, False), far, 0.0)
     return acc
