@@ -56,54 +56,24 @@ def _chunk_ladder_kernel(
         where, beta, states, steps, dstates, dsteps, dout, d0, DTYPE, BUILD
     )
     gate = load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, D)
-    # The state has been decayed by the first.
+    q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D)
+    k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D)
+    # The state has been decayed by the first. Both halves, of which the middle is the border.
     first_half = tl.sum(tl.where(((offs > 0) & (offs < C // 2))[:, None], gate, 0.0), 0)
     second_half = tl.sum(tl.where((offs >= C // 2)[:, None], gate, 0.0), 0)
-    reached = sum_dot(from_first(C, False), gate, BUILD)
+    exponent = sum_dot(from_first(C, False), gate, BUILD)
     is_strong = tl.float32 == DTYPE
     if tl.float32 != DTYPE:
-        is_strong = tl.max(tl.abs(reached - first_half[None, :])) > near_limit(DTYPE)
-    reached = decay_of(reached)
-    left = decay_of(sum_dot(up_to(C, True, False), gate, BUILD))
-    q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    dq, dk_seen, dk = dq * (reached * call.scale), dk_seen * reached, dk * left
-    from_start, to_end = q * dq + k * dk_seen, k * dk
-    diagonal = tl.load(pairs.dqk + at * (C * C) + offs * (C + 1)).to(tl.float32)[:, None]
-    dq += diagonal * k
-    dk += dk_seen + diagonal * q
-    dr = tl.zeros((C, BLOCK), tl.float32)
-    between = tl.zeros((C, BLOCK), tl.float32)
-    rows = beta[:, None] * k
+        is_strong = tl.max(tl.abs(exponent - first_half[None, :])) > near_limit(DTYPE)
+    through = dq * call.scale, dk_seen, dk
     if is_strong:
-        # A loop, not unrolled: its code takes long to compile.
-        for n in range(0, rungs(C)):
-            decay = decay_of(sum_dot(rung(n, C, False), gate, BUILD))
-            dq, dk, shares = _descend(dq, dk, pairs.dqk, at, q, k, decay, n, DTYPE, BUILD)
-            if BUILD.has_delta:
-                dr, dk, more = _descend(dr, dk, pairs.da, at, rows, k, decay, n, DTYPE, BUILD)
-                shares += more
-            between += sum_dot(rung(n, C, True), shares, BUILD)
-    else:
-        # From the middle to each step, and from each step to it.
-        after = reached * tl.exp2(-first_half)[None, :]
-        before = left * tl.exp2(-second_half)[None, :]
-        k_before = narrow(k * before, DTYPE, BUILD)
-        dq_far, dk_far, shares = _from_middle(
-            pairs.dqk, at, narrow(q * after, DTYPE, BUILD), k_before, DTYPE, BUILD
+        dq, dk, dbeta, between = _by_ladder(
+            through, pairs, at, q, k, beta, gate, exponent, DTYPE, BUILD
         )
-        if BUILD.has_delta:
-            dr_far, more_far, more = _from_middle(
-                pairs.da, at, narrow(rows * after, DTYPE, BUILD), k_before, DTYPE, BUILD
-            )
-            dr, dk_far, shares = dr_far * after, dk_far + more_far, shares + more
-        dq += dq_far * after
-        dk += dk_far * before
-        from_start += shares
-    # Of a gate what passes it from the chunk's start to later steps, from earlier ones to its end,
-    # from earlier ones to later ones.
-    between += sum_dot(up_to(C, False, True), from_start, BUILD)
-    between += sum_dot(up_to(C, True, True), to_end, BUILD)
+    else:
+        dq, dk, dbeta, between = _by_middle(
+            through, pairs, at, q, k, beta, exponent, first_half, second_half, DTYPE, BUILD
+        )
     dims = d0 + tl.arange(0, BLOCK)
     whole = tl.zeros((BLOCK,), tl.float32)
     for part in range(0, SLICES):
@@ -111,27 +81,101 @@ def _chunk_ladder_kernel(
     between += (whole * decay_of(first_half + second_half))[None, :]
     store_rows(dg_out, row, first, count, head, d0, between, C, BLOCK, D, BUILD)
     if BUILD.has_delta:
-        dk += dr * beta[:, None]
-        dbeta = tl.sum(dr * k, 1)
         if block == 0:
             dbeta += tl.load(pairs.dbeta + at * C + offs)
         store_numbers(dbeta_out, row, first, count, head * BLOCKS + block, dbeta, C, BUILD)
+    diagonal = tl.load(pairs.dqk + at * (C * C) + offs * (C + 1)).to(tl.float32)[:, None]
+    dq += diagonal * k.to(tl.float32)
+    dk += diagonal * q.to(tl.float32)
     store_rows(dq_out, row, first, count, head, d0, dq, C, BLOCK, D, BUILD)
     store_rows(dk_out, row, first, count, head, d0, dk, C, BLOCK, D, BUILD)
 
 
 @triton.jit
-def _from_middle(gradients, at, x, k, DTYPE: tl.constexpr, BUILD: tl.constexpr):
-    """Of products of x, q or beta k decayed from the middle, and k decayed to it: the gradients of
-    both, and what pairs give to the exponents. gradients: of the products."""
+def _by_middle(
+    through, pairs, at, q, k, beta, exponent, first_half, second_half, DTYPE: tl.constexpr,
+    BUILD: tl.constexpr,
+):  # fmt: skip
+    """Gradients of q, k, beta and the gate, by way of the chunk's middle. exponent: of the decay
+    from the first step to each."""
+    C: tl.constexpr = BUILD.chunk
+    dq, dk_seen, dk = through
+    exponent -= first_half[None, :]
+    after, before = tl.exp2(exponent), tl.exp2(-exponent)
+    reached, left = tl.exp2(first_half)[None, :], tl.exp2(second_half)[None, :]
+    q_after, k_after = q.to(tl.float32) * after, k.to(tl.float32) * after
+    k_before = k.to(tl.float32) * before
+    x, y = narrow(q_after, DTYPE, BUILD), narrow(k_before, DTYPE, BUILD)
+    # What a pair gives to both of its steps' exponents, of the same rounded factors: it cancels
+    # for gates on one side of both.
+    far = dot(_below(pairs.dqk, at, BUILD), y, None, DTYPE, BUILD)
+    dq *= reached
+    passed = q_after * dq + x.to(tl.float32) * far
+    dq = (dq + far) * after
+    far = dot(_above(pairs.dqk, at, BUILD), x, None, DTYPE, BUILD)
+    dbeta = tl.zeros((C,), tl.float32)
+    if BUILD.has_delta:
+        x = narrow(k_after * beta[:, None], DTYPE, BUILD)
+        dr = dot(_below(pairs.da, at, BUILD), y, None, DTYPE, BUILD)
+        far = dot(_above(pairs.da, at, BUILD), x, far, DTYPE, BUILD)
+        dk_seen *= reached
+        passed += k_after * dk_seen + x.to(tl.float32) * dr
+        dbeta = tl.sum(dr * k_after, 1)
+        dk_seen = (dk_seen + dr * beta[:, None]) * after
+    dk *= left
+    to_end = k_before * dk
+    passed -= y.to(tl.float32) * far + to_end
+    dk = (dk + far) * before
+    if BUILD.has_delta:
+        dk += dk_seen
+    # Of a gate what passes it: whole, from all steps to the chunk's end, less that of later ones.
+    between = sum_dot(up_to(C, False, True), passed, BUILD) + tl.sum(to_end, 0)[None, :]
+    return dq, dk, dbeta, between
+
+
+@triton.jit
+def _below(gradients, at, BUILD: tl.constexpr):
+    """`[i, j]` of products of two steps: one with itself has no decay, and would swallow the
+    others' digits."""
     C: tl.constexpr = BUILD.chunk
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    # A step with itself has no decay, and would swallow the others' digits.
-    pairs = load_block(gradients, at, 0, 0, C, C, C, C)
-    dx = dot(tl.where(i > j, pairs, 0.0), k, None, DTYPE, BUILD)
-    pairs_t = load_block_transposed(gradients, at, 0, 0, C, C, C, C)
-    dk = dot(tl.where(i < j, pairs_t, 0.0), x, None, DTYPE, BUILD)
-    return dx, dk, x.to(tl.float32) * dx - k.to(tl.float32) * dk
+    return tl.where(i > j, load_block(gradients, at, 0, 0, C, C, C, C), 0.0)
+
+
+@triton.jit
+def _above(gradients, at, BUILD: tl.constexpr):
+    """The same, transposed."""
+    C: tl.constexpr = BUILD.chunk
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.where(i < j, load_block_transposed(gradients, at, 0, 0, C, C, C, C), 0.0)
+
+
+@triton.jit
+def _by_ladder(
+    through, pairs, at, q, k, beta, gate, exponent, DTYPE: tl.constexpr, BUILD: tl.constexpr
+):
+    """The same for gates of any strength, rung by rung."""
+    C: tl.constexpr = BUILD.chunk
+    dq, dk_seen, dk = through
+    q, k = q.to(tl.float32), k.to(tl.float32)
+    reached = decay_of(exponent)
+    left = decay_of(sum_dot(up_to(C, True, False), gate, BUILD))
+    dq, dk_seen, dk = dq * reached, dk_seen * reached, dk * left
+    between = sum_dot(up_to(C, False, True), q * dq + k * dk_seen, BUILD)
+    between += sum_dot(up_to(C, True, True), k * dk, BUILD)
+    dk += dk_seen
+    dr = k * 0.0
+    rows = beta[:, None] * k
+    # A loop, not unrolled: its code takes long to compile.
+    for n in range(0, rungs(C)):
+        decay = decay_of(sum_dot(rung(n, C, False), gate, BUILD))
+        dq, dk, shares = _descend(dq, dk, pairs.dqk, at, q, k, decay, n, DTYPE, BUILD)
+        if BUILD.has_delta:
+            dr, dk, more = _descend(dr, dk, pairs.da, at, rows, k, decay, n, DTYPE, BUILD)
+            shares += more
+        between += sum_dot(rung(n, C, True), shares, BUILD)
+    dk += dr * beta[:, None]
+    return dq, dk, tl.sum(dr * k, 1), between
 
 
 @triton.jit
