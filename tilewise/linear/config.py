@@ -62,10 +62,8 @@ def stage_config(key: Key) -> StageConfig:
     block_d, block_e = (min(64, power_of_two(x)) for x in (key.D, key.E))
     prepare = alone = gradients = Config(CHUNK, CHUNK, 4, 1)
     if key.gate == 2:
-        block_d = min(32, block_d)
-        # The ladder's forward sees a product transposed, which Hopper's warp groups may not (see
-        # `kernels/README.md`); its backward has tiles of 32 rows, which are none of theirs.
-        prepare, gradients = Config(CHUNK, 32, 4, 1, 168), Config(CHUNK, CHUNK, 8, 1, 128)
+        block_d, block_e = min(32, block_d), min(128, power_of_two(key.E))
+        prepare, gradients = Config(CHUNK, 32, 4, 1, 168), Config(CHUNK, CHUNK, 4, 1)
     # Slices of as many columns as keep the GPU's multiprocessors busy: of 64 on eight warps take
     # longer where there are few heads (H200, 2026-11-30).
     has_room = key.architecture in _LARGE_SHARED
@@ -75,7 +73,7 @@ def stage_config(key: Key) -> StageConfig:
     # sets, one is being read by products. With two, loads would begin when a chunk is done.
     stages = 1 if not has_room else 2 if key.gate == 2 and key.has_delta else 3
     states = Config(CHUNK, slice_e, warps, stages)
-    gradients_d = min(64, power_of_two(key.D))
+    gradients_d = block_d
     return StageConfig(
         CHUNK, block_d, block_e, gradients_d, prepare, alone, gradients, slice_e, states
     )  # fmt: skip

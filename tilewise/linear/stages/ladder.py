@@ -14,8 +14,16 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
-from .gates import decay_of, from_first, load_vector_gate, near_limit, rung, rung_pairs, rungs, up_to
-from .gradients import _through_state
+from .gates import (
+    decay_of,
+    from_first,
+    load_vector_gate,
+    near_limit,
+    rung,
+    rung_pairs,
+    rungs,
+    up_to,
+)
 from .structs import locate_chunk
 from .tiles import (
     dot,
@@ -40,8 +48,7 @@ def _chunk_ladder_kernel(
     BLOCK: tl.constexpr = BUILD.block_d
     BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
-    _, states, steps = remade
-    dstates, dsteps, dtotal = passes
+    dtotal = passes[2]
     dq_out, dk_out, dg_out, dbeta_out = results
     block = tl.program_id(0) % BLOCKS
     d0 = block * BLOCK
@@ -51,10 +58,6 @@ def _chunk_ladder_kernel(
     beta = tl.zeros((C,), tl.float32)
     if BUILD.has_delta:
         beta = load_numbers(call.beta, row, first, count, head, C)
-    where = (at, head, row, first, count)
-    dq, dk_seen, dk = _through_state(
-        where, beta, states, steps, dstates, dsteps, dout, d0, DTYPE, BUILD
-    )
     gate = load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, D)
     q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D)
     k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D)
@@ -65,15 +68,16 @@ def _chunk_ladder_kernel(
     is_strong = tl.float32 == DTYPE
     if tl.float32 != DTYPE:
         is_strong = tl.max(tl.abs(exponent - first_half[None, :])) > near_limit(DTYPE)
-    through = dq * call.scale, dk_seen, dk
+    where = (at, head, row, first, count, d0)
     if is_strong:
         dq, dk, dbeta, between = _by_ladder(
-            through, pairs, at, q, k, beta, gate, exponent, DTYPE, BUILD
+            call, remade, pairs, passes, dout, where, q, k, beta, gate, exponent, DTYPE, BUILD
         )
     else:
         dq, dk, dbeta, between = _by_middle(
-            through, pairs, at, q, k, beta, exponent, first_half, second_half, DTYPE, BUILD
-        )
+            call, remade, pairs, passes, dout, where, q, k, beta, exponent, first_half, second_half,
+            DTYPE, BUILD,
+        )  # fmt: skip
     dims = d0 + tl.arange(0, BLOCK)
     whole = tl.zeros((BLOCK,), tl.float32)
     for part in range(0, SLICES):
@@ -93,44 +97,102 @@ def _chunk_ladder_kernel(
 
 @triton.jit
 def _by_middle(
-    through, pairs, at, q, k, beta, exponent, first_half, second_half, DTYPE: tl.constexpr,
-    BUILD: tl.constexpr,
+    call, remade, pairs, passes, dout, where, q, k, beta, exponent, first_half, second_half,
+    DTYPE: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, k, beta and the gate, by way of the chunk's middle. exponent: of the decay
-    from the first step to each."""
+    from the first step to each. One after the other, so that little is held."""
     C: tl.constexpr = BUILD.chunk
-    dq, dk_seen, dk = through
+    at = where[0]
+    _, states, steps = remade
+    dstates, dsteps, _ = passes
     exponent -= first_half[None, :]
-    after, before = tl.exp2(exponent), tl.exp2(-exponent)
     reached, left = tl.exp2(first_half)[None, :], tl.exp2(second_half)[None, :]
-    q_after, k_after = q.to(tl.float32) * after, k.to(tl.float32) * after
-    k_before = k.to(tl.float32) * before
-    x, y = narrow(q_after, DTYPE, BUILD), narrow(k_before, DTYPE, BUILD)
+    x = narrow(q.to(tl.float32) * tl.exp2(exponent), DTYPE, BUILD)
+    y = narrow(k.to(tl.float32) * tl.exp2(-exponent), DTYPE, BUILD)
     # What a pair gives to both of its steps' exponents, of the same rounded factors: it cancels
     # for gates on one side of both.
     far = dot(_below(pairs.dqk, at, BUILD), y, None, DTYPE, BUILD)
-    dq *= reached
-    passed = q_after * dq + x.to(tl.float32) * far
-    dq = (dq + far) * after
-    far = dot(_above(pairs.dqk, at, BUILD), x, None, DTYPE, BUILD)
+    near = _read_by_q(dout, states, where, DTYPE, BUILD) * (reached * call.scale)
+    after = tl.exp2(exponent)
+    passed = q.to(tl.float32) * after * near + x.to(tl.float32) * far
+    dq = (near + far) * after
+    dk = tl.zeros_like(dq)
     dbeta = tl.zeros((C,), tl.float32)
+    far = dot(_above(pairs.dqk, at, BUILD), x, None, DTYPE, BUILD)
     if BUILD.has_delta:
+        k_after = k.to(tl.float32) * after
         x = narrow(k_after * beta[:, None], DTYPE, BUILD)
-        dr = dot(_below(pairs.da, at, BUILD), y, None, DTYPE, BUILD)
         far = dot(_above(pairs.da, at, BUILD), x, far, DTYPE, BUILD)
-        dk_seen *= reached
-        passed += k_after * dk_seen + x.to(tl.float32) * dr
+        dr = dot(_below(pairs.da, at, BUILD), y, None, DTYPE, BUILD)
+        passed += x.to(tl.float32) * dr
         dbeta = tl.sum(dr * k_after, 1)
-        dk_seen = (dk_seen + dr * beta[:, None]) * after
-    dk *= left
-    to_end = k_before * dk
+        near = _read_by_k(dsteps, states, where, beta, DTYPE, BUILD) * reached
+        passed += k_after * near
+        dk = (near + dr * beta[:, None]) * after
+    near = _written(steps, dstates, where, DTYPE, BUILD) * left
+    before = tl.exp2(-exponent)
+    to_end = k.to(tl.float32) * before * near
     passed -= y.to(tl.float32) * far + to_end
-    dk = (dk + far) * before
-    if BUILD.has_delta:
-        dk += dk_seen
+    dk += (near + far) * before
     # Of a gate what passes it: whole, from all steps to the chunk's end, less that of later ones.
     between = sum_dot(up_to(C, False, True), passed, BUILD) + tl.sum(to_end, 0)[None, :]
     return dq, dk, dbeta, between
+
+
+@triton.jit
+def _read_by_q(dout, states, where, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+    """The gradient of q through the state, before its decay and scale."""
+    C: tl.constexpr = BUILD.chunk
+    D: tl.constexpr = BUILD.dim
+    E: tl.constexpr = BUILD.value_dim
+    WIDTH: tl.constexpr = BUILD.block_d
+    BLOCK: tl.constexpr = BUILD.block_e
+    at, head, row, first, count, d0 = where
+    acc = tl.zeros((C, WIDTH), tl.float32)
+    for e0 in range(0, E, BLOCK):
+        do = load_rows(dout, row, first, count, head, e0, C, BLOCK, E)
+        state = load_block_transposed(states, at, d0, e0, WIDTH, BLOCK, D, E)
+        high = narrow(state, DTYPE, BUILD)
+        acc = dot(do, high, acc, DTYPE, BUILD)
+        if tl.float32 != DTYPE:
+            # A gate's gradient has no dim to average the rounding of the state over.
+            acc = dot(do, state - high.to(tl.float32), acc, DTYPE, BUILD)
+    return acc
+
+
+@triton.jit
+def _read_by_k(dsteps, states, where, beta, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+    """The same of the k that reads."""
+    C: tl.constexpr = BUILD.chunk
+    D: tl.constexpr = BUILD.dim
+    E: tl.constexpr = BUILD.value_dim
+    WIDTH: tl.constexpr = BUILD.block_d
+    BLOCK: tl.constexpr = BUILD.block_e
+    at, d0 = where[0], where[5]
+    acc = tl.zeros((C, WIDTH), tl.float32)
+    for e0 in range(0, E, BLOCK):
+        y = load_block(dsteps, at, 0, e0, C, BLOCK, C, E)
+        state = load_block_transposed(states, at, d0, e0, WIDTH, BLOCK, D, E)
+        acc = dot(y, state, acc, DTYPE, BUILD)
+    return acc * -beta[:, None]
+
+
+@triton.jit
+def _written(steps, dstates, where, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+    """The same of the k that writes."""
+    C: tl.constexpr = BUILD.chunk
+    D: tl.constexpr = BUILD.dim
+    E: tl.constexpr = BUILD.value_dim
+    WIDTH: tl.constexpr = BUILD.block_d
+    BLOCK: tl.constexpr = BUILD.block_e
+    at, d0 = where[0], where[5]
+    acc = tl.zeros((C, WIDTH), tl.float32)
+    for e0 in range(0, E, BLOCK):
+        d = load_block(steps, at, 0, e0, C, BLOCK, C, E)
+        dstate = load_block_transposed(dstates, at, d0, e0, WIDTH, BLOCK, D, E)
+        acc = dot(d, dstate, acc, DTYPE, BUILD)
+    return acc
 
 
 @triton.jit
@@ -152,11 +214,19 @@ def _above(gradients, at, BUILD: tl.constexpr):
 
 @triton.jit
 def _by_ladder(
-    through, pairs, at, q, k, beta, gate, exponent, DTYPE: tl.constexpr, BUILD: tl.constexpr
-):
+    call, remade, pairs, passes, dout, where, q, k, beta, gate, exponent,
+    DTYPE: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
     """The same for gates of any strength, rung by rung."""
     C: tl.constexpr = BUILD.chunk
-    dq, dk_seen, dk = through
+    at = where[0]
+    _, states, steps = remade
+    dstates, dsteps, _ = passes
+    dq = _read_by_q(dout, states, where, DTYPE, BUILD) * call.scale
+    dk = _written(steps, dstates, where, DTYPE, BUILD)
+    dk_seen = tl.zeros_like(dq)
+    if BUILD.has_delta:
+        dk_seen = _read_by_k(dsteps, states, where, beta, DTYPE, BUILD)
     q, k = q.to(tl.float32), k.to(tl.float32)
     reached = decay_of(exponent)
     left = decay_of(sum_dot(up_to(C, True, False), gate, BUILD))
