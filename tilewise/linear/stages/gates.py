@@ -125,9 +125,9 @@ def rung(n, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
     return ((step > low) & (step <= high)).to(tl.float32)
 
 
-# How far from a border that serves pairs on both sides a decay may be, as a power of two: the factors
-# of its steps are as large and as small. bf16 has the range, and no precision to lose to the
-# exponents'; and two such stay within what growth may reach.
+# How far from a border that serves pairs on both sides a decay may be, as a power of two: factors
+# are as large and as small. bf16 has the range, and no precision to lose to the exponents'; and two
+# such stay within what growth may reach.
 NEAR_LOG2, SHORT_LOG2 = tl.constexpr(57.7), tl.constexpr(4.0)
 
 

@@ -2,10 +2,10 @@
 
 Dims, Grid: as there.
 Math: as `gradients.py`; a score and a step of A go back to q, k and the gate as they came
-    (`prepare_vector.py`): by way of the middle of the chunk where gates are not strong, else rung by
-    rung. What a pair gives to its decay from a border is a gradient of every gate that stands
-    between. From the middle it may be past both steps of a pair, and what they give then cancels:
-    to the last digits of fp32, since both are made of the same rounded factors.
+    (`prepare_vector.py`): by way of the middle of the chunk where gates are not strong, else rung
+    by rung. What a pair gives to its decay from a border is a gradient of every gate that stands
+    between. The middle may be past both steps of a pair, and what they give then cancels: to the
+    last digits of fp32, since both are made of the same rounded factors.
 """
 
 from __future__ import annotations
