@@ -1,5 +1,4 @@
-"""Preparation of chunks under a vector gate, each by itself: scores, the delta rule's A, and q and k
-with their decays.
+"""Preparation of chunks under a vector gate, each by itself: scores, the delta rule's A, decays.
 
 Dims: as `structs.Prepared`. Grid: chunk slots x value heads, heads first.
 Math: as `tiled.py`; the decay stands between the factors of a score. Where gates are not strong the
