@@ -63,7 +63,9 @@ def stage_config(key: Key) -> StageConfig:
     prepare = alone = gradients = Config(CHUNK, CHUNK, 4, 1)
     if key.gate == 2:
         block_d, block_e = min(32, block_d), min(128, power_of_two(key.E))
-        prepare, gradients = Config(CHUNK, 32, 4, 1, 168), Config(CHUNK, CHUNK, 4, 1)
+        # Three programs to a multiprocessor. What is spilled is what strong gates alone need.
+        registers = 168 if key.architecture == "sm_90" else 0
+        prepare = Config(CHUNK, 32, 4, 1, registers)
     # Slices of as many columns as keep the GPU's multiprocessors busy: of 64 on eight warps take
     # longer where there are few heads (H200, 2026-11-30).
     has_room = key.architecture in _LARGE_SHARED
@@ -73,9 +75,8 @@ def stage_config(key: Key) -> StageConfig:
     # sets, one is being read by products. With two, loads would begin when a chunk is done.
     stages = 1 if not has_room else 2 if key.gate == 2 and key.has_delta else 3
     states = Config(CHUNK, slice_e, warps, stages)
-    gradients_d = block_d
     return StageConfig(
-        CHUNK, block_d, block_e, gradients_d, prepare, alone, gradients, slice_e, states
+        CHUNK, block_d, block_e, block_d, prepare, alone, gradients, slice_e, states
     )  # fmt: skip
 
 
