@@ -88,9 +88,6 @@ def _chunk_ladder_kernel(
         if block == 0:
             dbeta += tl.load(pairs.dbeta + at * C + offs)
         store_numbers(dbeta_out, row, first, count, head * BLOCKS + block, dbeta, C, BUILD)
-    diagonal = tl.load(pairs.dqk + at * (C * C) + offs * (C + 1)).to(tl.float32)[:, None]
-    dq += diagonal * k.to(tl.float32)
-    dk += diagonal * q.to(tl.float32)
     store_rows(dq_out, row, first, count, head, d0, dq, C, BLOCK, D, BUILD)
     store_rows(dk_out, row, first, count, head, d0, dk, C, BLOCK, D, BUILD)
 
@@ -111,20 +108,20 @@ def _by_middle(
     x = narrow(q.to(tl.float32) * tl.exp2(exponent), DTYPE, BUILD)
     y = narrow(k.to(tl.float32) * tl.exp2(-exponent), DTYPE, BUILD)
     # What a pair gives to both of its steps' exponents, of the same rounded factors: it cancels
-    # for gates on one side of both.
-    far = dot(_below(pairs.dqk, at, BUILD), y, None, DTYPE, BUILD)
+    # for gates on one side of both, and of a step with itself for all.
+    far = dot(load_block(pairs.dqk, at, 0, 0, C, C, C, C), y, None, DTYPE, BUILD)
     near = _read_by_q(dout, states, where, DTYPE, BUILD) * (reached * call.scale)
     after = tl.exp2(exponent)
     passed = q.to(tl.float32) * after * near + x.to(tl.float32) * far
     dq = (near + far) * after
     dk = tl.zeros_like(dq)
     dbeta = tl.zeros((C,), tl.float32)
-    far = dot(_above(pairs.dqk, at, BUILD), x, None, DTYPE, BUILD)
+    far = dot(load_block_transposed(pairs.dqk, at, 0, 0, C, C, C, C), x, None, DTYPE, BUILD)
     if BUILD.has_delta:
         k_after = k.to(tl.float32) * after
         x = narrow(k_after * beta[:, None], DTYPE, BUILD)
-        far = dot(_above(pairs.da, at, BUILD), x, far, DTYPE, BUILD)
-        dr = dot(_below(pairs.da, at, BUILD), y, None, DTYPE, BUILD)
+        far = dot(load_block_transposed(pairs.da, at, 0, 0, C, C, C, C), x, far, DTYPE, BUILD)
+        dr = dot(load_block(pairs.da, at, 0, 0, C, C, C, C), y, None, DTYPE, BUILD)
         passed += x.to(tl.float32) * dr
         dbeta = tl.sum(dr * k_after, 1)
         near = _read_by_k(dsteps, states, where, beta, DTYPE, BUILD) * reached
@@ -196,23 +193,6 @@ def _written(steps, dstates, where, DTYPE: tl.constexpr, BUILD: tl.constexpr):
 
 
 @triton.jit
-def _below(gradients, at, BUILD: tl.constexpr):
-    """`[i, j]` of products of two steps: one with itself has no decay, and would swallow the
-    others' digits."""
-    C: tl.constexpr = BUILD.chunk
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return tl.where(i > j, load_block(gradients, at, 0, 0, C, C, C, C), 0.0)
-
-
-@triton.jit
-def _above(gradients, at, BUILD: tl.constexpr):
-    """The same, transposed."""
-    C: tl.constexpr = BUILD.chunk
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return tl.where(i < j, load_block_transposed(gradients, at, 0, 0, C, C, C, C), 0.0)
-
-
-@triton.jit
 def _by_ladder(
     call, remade, pairs, passes, dout, where, q, k, beta, gate, exponent,
     DTYPE: tl.constexpr, BUILD: tl.constexpr,
@@ -233,7 +213,10 @@ def _by_ladder(
     dq, dk_seen, dk = dq * reached, dk_seen * reached, dk * left
     between = sum_dot(up_to(C, False, True), q * dq + k * dk_seen, BUILD)
     between += sum_dot(up_to(C, True, True), k * dk, BUILD)
-    dk += dk_seen
+    offs = tl.arange(0, C)
+    own = tl.load(pairs.dqk + at * (C * C) + offs * (C + 1)).to(tl.float32)[:, None]
+    dq += own * k
+    dk += dk_seen + own * q
     dr = k * 0.0
     rows = beta[:, None] * k
     # A loop, not unrolled: its code takes long to compile.
