@@ -61,7 +61,7 @@ def test_a_uniform_register_must_be_written_before_it_is_added_to() -> None:
 @pytest.mark.parametrize("gate", [0, 1, 2])
 @pytest.mark.parametrize("has_delta", [False, True])
 def test_what_was_wrong_on_warp_groups_is_off_them(gate: int, has_delta: bool) -> None:
-    """fp32 and wide heads."""
+    """fp32, wide heads, and the forward's ladder, which sees a product transposed."""
     pytest.importorskip("triton")
     from tilewise.linear.config import FEW_WARPS, Key, stage_config
 
@@ -72,3 +72,5 @@ def test_what_was_wrong_on_warp_groups_is_off_them(gate: int, has_delta: bool) -
 
     for dtype, D in ((torch.float32, 16), (torch.float32, 128), (torch.bfloat16, 256)):
         assert set(warps(dtype, D).values()) == {FEW_WARPS}
+    if gate == 2:
+        assert warps(torch.float16, 128)["prepare"] == FEW_WARPS

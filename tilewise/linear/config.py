@@ -32,7 +32,8 @@ class Key(NamedTuple):
 
 class StageConfig(NamedTuple):
     """chunk: its steps. block_d, block_e: of a chunk's own stages; gradients_d: of the last one.
-    slice_e: of the passes over states."""
+    slice_e: of the passes over states. weak_prepare, weak_gradients: of a vector gate that is not
+    strong, None where it has no kernels of its own."""
 
     chunk: int
     block_d: int
@@ -43,6 +44,8 @@ class StageConfig(NamedTuple):
     gradients: Config
     slice_e: int
     states: Config
+    weak_prepare: Config | None = None
+    weak_gradients: Config | None = None
 
 
 def power_of_two(x: int) -> int:
@@ -61,11 +64,17 @@ def stage_config(key: Key) -> StageConfig:
         return _wide_config(key)
     block_d, block_e = (min(64, power_of_two(x)) for x in (key.D, key.E))
     prepare = alone = gradients = Config(CHUNK, CHUNK, 4, 1)
+    weak_prepare = weak_gradients = None
     if key.gate == 2:
-        block_d, block_e = min(32, block_d), min(128, power_of_two(key.E))
-        # Three programs to a multiprocessor. What is spilled is what strong gates alone need.
+        block_d = min(32, block_d)
+        # Three programs to a multiprocessor: blocks of 64 dims, or 128 registers, took longer, and
+        # gradients in blocks of 16 or 64 or of fewer registers did too (H200, 2026-11-30).
         registers = 168 if key.architecture == "sm_90" else 0
-        prepare = Config(CHUNK, 32, 4, 1, registers)
+        weak_prepare = Config(CHUNK, block_d, 4, 1, registers)
+        weak_gradients = Config(CHUNK, min(128, power_of_two(key.E)), 4, 1)
+        # The ladder's forward sees a product transposed, which Hopper's warp groups may not (see
+        # `kernels/README.md`); its backward has tiles of 32 rows, which are none of theirs.
+        prepare, gradients = Config(CHUNK, CHUNK, FEW_WARPS, 1), Config(CHUNK, CHUNK, 8, 1)
     # Slices of as many columns as keep the GPU's multiprocessors busy: of 64 on eight warps take
     # longer where there are few heads (H200, 2026-11-30).
     has_room = key.architecture in _LARGE_SHARED
@@ -76,7 +85,8 @@ def stage_config(key: Key) -> StageConfig:
     stages = 1 if not has_room else 2 if key.gate == 2 and key.has_delta else 3
     states = Config(CHUNK, slice_e, warps, stages)
     return StageConfig(
-        CHUNK, block_d, block_e, block_d, prepare, alone, gradients, slice_e, states
+        CHUNK, block_d, block_e, block_d, prepare, alone, gradients, slice_e, states,
+        weak_prepare, weak_gradients,
     )  # fmt: skip
 
 
@@ -86,5 +96,4 @@ def _wide_config(key: Key) -> StageConfig:
     few = Config(CHUNK, CHUNK, FEW_WARPS, 1)
     block_e = min(64, power_of_two(key.E))
     states = Config(CHUNK, 16, FEW_WARPS, 1)
-    prepare = Config(CHUNK, 32, FEW_WARPS, 1)
-    return StageConfig(CHUNK, 32, block_e, 16, prepare, few, few, 16, states)
+    return StageConfig(CHUNK, 32, block_e, 16, few, few, few, 16, states)

@@ -138,13 +138,10 @@ def near_limit(dtype):
 
 
 @triton.jit
-def from_middle(CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
+def from_middle(CHUNK: tl.constexpr):
     """`[i, l]`: which gates stand between the middle of step i's block of 16 and the step: 1 those
-    after it, -1 those up to it; or `[l, i]`."""
-    if TRANSPOSED:
-        i, step = tl.arange(0, CHUNK)[None, :], tl.arange(0, CHUNK)[:, None]
-    else:
-        i, step = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    before it, -1 those after it."""
+    i, step = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     middle = ((i >> 4) << 4) + 8
     after = ((step > middle) & (step <= i)).to(tl.float32)
     return after - ((step > i) & (step <= middle)).to(tl.float32)

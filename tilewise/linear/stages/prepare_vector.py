@@ -3,9 +3,7 @@
 Dims: as `structs.Prepared`. Grid: chunk slots x value heads, heads first.
 Math: as `tiled.py`; the decay stands between the factors of a score. Where gates are not strong the
     middle of the chunk is the border of all pairs: from it to the later step, and to it from the
-    earlier one, with exponents of both signs. Else a ladder of blocks of 32, 16, ..., 1 steps gives
-    every pair its border between two blocks, so that no exponent is above 0; and the middle of a
-    block of 16 still serves for the last four rungs where it may. Each block of dims by itself.
+    earlier one, with exponents of both signs. Others see `prepare_ladder.py`.
 """
 
 from __future__ import annotations
@@ -14,61 +12,32 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
-from .gates import (
-    decay_of,
-    from_first,
-    from_middle,
-    load_gate_columns,
-    load_vector_gate,
-    log2_gate,
-    near_limit,
-    rung,
-    rung_pairs,
-    rungs,
-    up_to,
-)
+from .gates import decay_of, load_vector_gate, log2_gate, near_limit
 from .structs import locate_chunk
-from .tiles import (
-    dot,
-    load_columns,
-    load_numbers,
-    load_rows,
-    load_steps,
-    narrow,
-    store_block,
-    store_steps,
-    sum_dot,
-    sum_dot_right,
-)
+from .tiles import dot, load_numbers, load_steps, narrow, store_block, store_steps
 
 
 @triton.jit
-def _chunk_prepare_vector_kernel(call, out, BLOCK: tl.constexpr, BUILD: tl.constexpr):
-    """Everything of one chunk and head that needs no state, but for the inverse. BLOCK: of dims."""
+def _chunk_prepare_vector_kernel(call, out, strong, BLOCK: tl.constexpr, BUILD: tl.constexpr):
+    """Everything of one chunk and head that needs no state, but for the inverse, where no gate is
+    strong; else 1 in `strong`, by slot and head. BLOCK: of dims."""
     C: tl.constexpr = BUILD.chunk
     DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
     at, head, row, first, count = locate_chunk(call.place, tl.program_id(0), C)
     where = (at, head, row, first, count, head // decode(call.place.group))
     qk, kk = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-    # Which blocks of dims have strong gates, bit by bit. In fp32 few would be weak.
-    strong = -1
-    if tl.float32 != DTYPE:
-        strong = 0
-        for d0 in range(0, BUILD.dim, BLOCK):
-            qk, kk, is_strong = _add_weak(call, out, where, d0, qk, kk, BLOCK, DTYPE, BUILD)
-            strong |= is_strong << (d0 // BLOCK)
-        qk, kk = _in_order(qk, C), _in_order(kk, C)
-    # By themselves: what a ladder holds would be held all along.
-    if strong != 0:
-        for d0 in range(0, BUILD.dim, BLOCK):
-            if ((strong >> (d0 // BLOCK)) & 1) != 0:
-                qk, kk = _add_strong(call, out, where, d0, qk, kk, BLOCK, DTYPE, BUILD)
+    any_strong = 0
+    for d0 in range(0, BUILD.dim, BLOCK):
+        qk, kk, is_strong = _add_weak(call, out, where, d0, qk, kk, BLOCK, DTYPE, BUILD)
+        any_strong |= is_strong
+    tl.store(strong + at, any_strong)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     # Above the diagonal there may be anything, of growth that no pair has.
-    store_block(out.scores, at, 0, 0, tl.where(i >= j, qk * call.scale, 0.0), C, C, C, C, BUILD)
+    qk = tl.where(i >= j, _in_order(qk, C) * call.scale, 0.0)
+    store_block(out.scores, at, 0, 0, qk, C, C, C, C, BUILD)
     if BUILD.has_delta:
         beta = load_numbers(call.beta, row, first, count, head, C)
-        a = tl.where(i > j, kk * beta[:, None], 0.0)
+        a = tl.where(i > j, _in_order(kk, C) * beta[:, None], 0.0)
         store_block(out.lower, at, 0, 0, a, C, C, C, C, BUILD)
 
 
@@ -149,39 +118,6 @@ def _from_middle(gate, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _add_strong(
-    call,
-    out,
-    where,
-    d0,
-    qk,
-    kk,
-    BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BUILD: tl.constexpr,
-):
-    """The same for gates of any strength."""
-    C: tl.constexpr = BUILD.chunk
-    D: tl.constexpr = BUILD.dim
-    at, head, row, first, count, qk_head = where
-    q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    gate = load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, D)
-    qk = _climb(call, where, d0, q, k, gate, qk, True, BLOCK, DTYPE, BUILD)
-    if BUILD.has_delta:
-        kk = _climb(call, where, d0, k, k, gate, kk, False, BLOCK, DTYPE, BUILD)
-    reached = decay_of(sum_dot(from_first(C, False), gate, BUILD))
-    left = decay_of(sum_dot(up_to(C, True, False), gate, BUILD))
-    store_block(out.q, at, 0, d0, q * reached * call.scale, C, BLOCK, C, D, BUILD)
-    store_block(out.k, at, 0, d0, k * left, C, BLOCK, C, D, BUILD)
-    if BUILD.has_delta:
-        store_block(out.seen, at, 0, d0, k * reached, C, BLOCK, C, D, BUILD)
-    later = tl.sum(tl.where((tl.arange(0, C) > 0)[:, None], gate, 0.0), 0)
-    _store_whole(call, out, where, d0, later, BLOCK, BUILD)
-    return qk, kk
-
-
-@triton.jit
 def _store_whole(call, out, where, d0, later, BLOCK: tl.constexpr, BUILD: tl.constexpr):
     """The first step's decay and, from the sum of their gates, all others'."""
     D: tl.constexpr = BUILD.dim
@@ -190,37 +126,3 @@ def _store_whole(call, out, where, d0, later, BLOCK: tl.constexpr, BUILD: tl.con
     dims = d0 + tl.arange(0, BLOCK)
     tl.store(out.entry + at * D + dims, decay_of(entry), mask=dims < D)
     tl.store(out.total + at * D + dims, decay_of(later), mask=dims < D)
-
-
-@triton.jit
-def _climb(
-    call, where, d0, x, k, gate, acc,
-    WITH_OWN: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, BUILD: tl.constexpr,
-):  # fmt: skip
-    """acc + the products of x, q or k, with k over some dims, each with its decay, rung by rung.
-    WITH_OWN: those of steps with themselves too. A product of Hopper's warp groups may not be seen
-    transposed (see `kernels/README.md`): columns are decayed by sums of their own."""
-    C: tl.constexpr = BUILD.chunk
-    D: tl.constexpr = BUILD.dim
-    LIMIT: tl.constexpr = near_limit(DTYPE)
-    _, head, row, first, count, qk_head = where
-    columns = load_columns(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    gate_columns = load_gate_columns(call.g, row, first, count, head, d0, C, BLOCK, D)
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    exponent = sum_dot(from_middle(C, False), gate, BUILD)
-    is_near = tl.max(tl.max(tl.abs(exponent), 1), 0) <= LIMIT
-    lowest = tl.where(is_near, 4, 0).to(tl.int32)
-    after = tl.exp2(tl.minimum(tl.maximum(exponent, -LIMIT), LIMIT))
-    exponent = sum_dot_right(gate_columns, from_middle(C, True), BUILD)
-    before = tl.exp2(-tl.minimum(tl.maximum(exponent, -LIMIT), LIMIT))
-    near = dot(x * after, columns * before, None, DTYPE, BUILD)
-    acc += tl.where((((i ^ j) >> lowest) == 0) & (j < i), near, 0.0)
-    if WITH_OWN:
-        acc += tl.where(i == j, tl.sum(x * k, 1)[:, None], 0.0)
-    # A loop, not unrolled: its code takes long to compile.
-    for n in range(lowest, rungs(C)):
-        after = decay_of(sum_dot(rung(n, C, False), gate, BUILD))
-        before = decay_of(sum_dot_right(gate_columns, rung(n, C, True), BUILD))
-        far = dot(x * after, columns * before, None, DTYPE, BUILD)
-        acc += tl.where(rung_pairs(n, C, False), far, 0.0)
-    return acc
