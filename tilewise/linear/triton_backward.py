@@ -116,15 +116,15 @@ def _add_vector_gradients(call: LinearCall, given: tuple[Any, ...]) -> None:
     strong, config = None, call.config.weak_gradients
     build = call.build._replace(block_d=call.config.gradients_d)
     chunks = call.slots * call.H
+    programs = chunks * call.n_blocks
     if config is not None:
         strong = call.buffer(call.n_blocks, dtype=torch.int32)
         wide = build._replace(block_e=config.block_n)
-        call.plan.add(
-            _chunk_middle_kernel, chunks * call.n_blocks, config,
-            (*given, strong, call.n_slices, wide),
-        )  # fmt: skip
+        call.plan.add(_chunk_middle_kernel, programs, config, (*given, strong, call.n_slices, wide))
+        # Most often none of a chunk's blocks is strong.
+        programs = chunks
     call.plan.add(
-        _chunk_ladder_kernel, chunks, call.config.gradients,
+        _chunk_ladder_kernel, programs, call.config.gradients,
         (*given, strong, call.n_slices, build),
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 
 Dims: as there; every tile is transposed, `[dims, steps]`, so that its rows are the few dims of one
     program: products of less than 64 rows are not of Hopper's warp groups (see `config.py`).
-Grid: chunk slots x value heads.
+Grid: chunk slots x value heads, where all are meant x blocks of D, the last first.
 Math: as `gradients.py`; a score and a step of A go back to q, k and the gate as they came
     (`prepare_ladder.py`), rung by rung. What a pair gives to its decay from a border is a gradient
     of every gate that stands between; nothing is the difference of larger sums.
@@ -37,20 +37,22 @@ def _chunk_ladder_kernel(
     """The arguments of `gradients._chunk_gradients_kernel`. strong: by slot, head and block of D,
     not 0 where it is meant; None for everywhere."""
     BLOCKS: tl.constexpr = (BUILD.dim + BUILD.block_d - 1) // BUILD.block_d
-    at = tl.program_id(0).to(tl.int64) * BLOCKS
-    for block in range(0, BLOCKS):
-        if strong is None:
-            _give_back(call, remade, pairs, passes, dout, results, block, SLICES, BUILD)
-        else:
-            if tl.load(strong + at + block) != 0:
-                _give_back(call, remade, pairs, passes, dout, results, block, SLICES, BUILD)
+    pid = tl.program_id(0)
+    if strong is None:
+        at, block = pid // BLOCKS, pid % BLOCKS
+        _give_back(call, remade, pairs, passes, dout, results, at, block, SLICES, BUILD)
+    else:
+        for block in range(0, BLOCKS):
+            if tl.load(strong + pid.to(tl.int64) * BLOCKS + block) != 0:
+                _give_back(call, remade, pairs, passes, dout, results, pid, block, SLICES, BUILD)
 
 
 @triton.jit
 def _give_back(
-    call, remade, pairs, passes, dout, results, block, SLICES: tl.constexpr, BUILD: tl.constexpr
-):
-    """All gradients of one block of dims."""
+    call, remade, pairs, passes, dout, results, slot_head, block,
+    SLICES: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one chunk and head, of one block of dims."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     BLOCK: tl.constexpr = BUILD.block_d
@@ -60,7 +62,7 @@ def _give_back(
     dstates, dsteps, dtotal = passes
     dq_out, dk_out, dg_out, dbeta_out = results
     d0 = block * BLOCK
-    at, head, row, first, count = locate_chunk(call.place, tl.program_id(0), C)
+    at, head, row, first, count = locate_chunk(call.place, slot_head, C)
     qk_head = head // decode(call.place.group)
     offs = tl.arange(0, C)
     beta = tl.zeros((C,), tl.float32)
