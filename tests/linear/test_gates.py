@@ -139,3 +139,13 @@ def test_a_strong_first_gate_leaves_the_state_its_digits(op: str) -> None:
     reports = verify_case(CATALOG[case.op], case, "triton")
     failed = [str(report) for report in reports if not report.is_within]
     assert reports and not failed, "\n".join(failed)
+
+
+def test_strong_dims_stand_beside_weak_ones() -> None:
+    """Blocks of dims are worked off by what their own gates allow."""
+    recipe = Recipe("some dims", (1, 150 if ON_GPU else 20, 1, 1, 64, 16), has_state=True)
+    case = draw_case("linear.kda", recipe, torch.bfloat16, torch.device(UNDER_TEST.device), 3)
+    case.tensors["g"][..., :40] *= 200.0
+    reports = verify_case(CATALOG[case.op], case, "triton")
+    failed = [str(report) for report in reports if not report.is_within]
+    assert reports and not failed, "\n".join(failed)

@@ -32,7 +32,8 @@ class Key(NamedTuple):
 
 class StageConfig(NamedTuple):
     """chunk: its steps. block_d, block_e: of a chunk's own stages; pairs_e: of `pairs`;
-    gradients_d: of the last one. slice_e: of the passes over states."""
+    gradients_d: of the last one. slice_e: of the passes over states. weak_prepare, weak_gradients:
+    of a vector gate that is not strong, None where it has no kernels of its own."""
 
     chunk: int
     block_d: int
@@ -44,6 +45,8 @@ class StageConfig(NamedTuple):
     gradients: Config
     slice_e: int
     states: Config
+    weak_prepare: Config | None = None
+    weak_gradients: Config | None = None
 
 
 def power_of_two(x: int) -> int:
@@ -66,12 +69,18 @@ def stage_config(key: Key) -> StageConfig:
     block_d, gradients_d, block_e = full, min(64, full), min(64, power_of_two(key.E))
     pairs_e = block_e
     prepare = pairs = gradients = Config(CHUNK, CHUNK, 4, 1)
+    weak_prepare = weak_gradients = None
     if key.gate == 1 and key.has_delta and key.architecture == "sm_90":
         # As many registers as let two programs stand on a multiprocessor: 155 us, 258 us of one,
         # 194 us of two on four warps each (H200, 32 heads, 8192 tokens, 2026-11-30).
         pairs_e, pairs = min(128, power_of_two(key.E)), Config(CHUNK, CHUNK, 8, 1, 128)
     if key.gate == 2:
         block_d = gradients_d = min(32, full)
+        # Three programs to a multiprocessor: blocks of 64 dims, or 128 registers, took longer, and
+        # gradients in blocks of 16 or 64 or of fewer registers did too (H200, 2026-11-30).
+        registers = 168 if key.architecture == "sm_90" else 0
+        weak_prepare = Config(CHUNK, block_d, 4, 1, registers)
+        weak_gradients = Config(CHUNK, min(128, power_of_two(key.E)), 4, 1)
         # The ladder's forward sees a product transposed, which Hopper's warp groups may not (see
         # `kernels/README.md`); its backward has tiles of 32 rows, which are none of theirs.
         prepare, gradients = Config(CHUNK, CHUNK, FEW_WARPS, 1), Config(CHUNK, CHUNK, 8, 1)
@@ -87,7 +96,8 @@ def stage_config(key: Key) -> StageConfig:
     stages = 1 if not has_room else 2 if key.gate == 2 and key.has_delta else 3
     states = Config(CHUNK, slice_e, warps, stages)
     return StageConfig(
-        CHUNK, block_d, block_e, pairs_e, gradients_d, prepare, pairs, gradients, slice_e, states
+        CHUNK, block_d, block_e, pairs_e, gradients_d, prepare, pairs, gradients, slice_e, states,
+        weak_prepare, weak_gradients,
     )  # fmt: skip
 
 

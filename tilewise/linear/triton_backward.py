@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from .inputs import Inputs
 from .plan import Plan, Slot, keep_plan
 from .stages.gradients import _chunk_gradients_kernel
 from .stages.ladder import _chunk_ladder_kernel
+from .stages.middle import _chunk_middle_kernel
 from .stages.pairs import _chunk_pairs_kernel
 from .stages.states_backward import _states_bwd_kernel
 from .stages.sums import _sum_parts_kernel
@@ -86,11 +88,11 @@ def _plan(dout: Tensor, dstate: Tensor | None, inputs: Inputs, state_wanted: boo
     call.add_pairs(
         _chunk_pairs_kernel, call.call, remade.errors, remade.steps, dsteps, upstream, pairs
     )
-    kernel = _chunk_ladder_kernel if call.gate == 2 else _chunk_gradients_kernel
-    call.add_gradients(
-        kernel, call.call, made, pairs,
-        (dstates, dsteps, dtotal), upstream, results, call.n_slices,
-    )  # fmt: skip
+    given = (call.call, made, pairs, (dstates, dsteps, dtotal), upstream, results)
+    if call.gate == 2:
+        _add_vector_gradients(call, given)
+    else:
+        call.add_gradients(_chunk_gradients_kernel, *given, call.n_slices)
     dq, dk, dbeta, dg = dq_parts, dk_parts, dbeta_parts, dg_parts
     if is_shared:
         dq, dk = (call.new_rows(inputs.q.shape, call.dtype) for _ in "qk")
@@ -106,6 +108,24 @@ def _plan(dout: Tensor, dstate: Tensor | None, inputs: Inputs, state_wanted: boo
         if summed:
             _add_sum(call, summed, call.n_blocks, 1)
     return call.plan.finish(dq, dk, dv, dg, dbeta, dinitial)
+
+
+def _add_vector_gradients(call: LinearCall, given: tuple[Any, ...]) -> None:
+    """To be run: what weak gates need, then what is left to the ladder."""
+    strong, config = None, call.config.weak_gradients
+    build = call.build._replace(block_d=call.config.gradients_d)
+    chunks = call.slots * call.H
+    programs = chunks * call.n_blocks
+    if config is not None:
+        strong = call.buffer(call.n_blocks, dtype=torch.int32)
+        wide = build._replace(block_e=config.block_n)
+        call.plan.add(_chunk_middle_kernel, programs, config, (*given, strong, call.n_slices, wide))
+        # Most often none of a chunk's blocks is strong.
+        programs = chunks
+    call.plan.add(
+        _chunk_ladder_kernel, programs, call.config.gradients,
+        (*given, strong, call.n_slices, build),
+    )  # fmt: skip
 
 
 def _new_numbers(call: LinearCall, like: Tensor) -> Slot:

@@ -13,6 +13,8 @@ from ..kernels.structs import Operand, absent
 from .inputs import Inputs
 from .plan import Plan, Slot, keep_plan
 from .stages.prepare import _chunk_prepare_kernel
+from .stages.prepare_ladder import _chunk_prepare_ladder_kernel
+from .stages.prepare_vector import _chunk_prepare_vector_kernel
 from .stages.solve import _chunk_invert_kernel
 from .stages.states import _states_kernel
 from .stages.structs import Prepared
@@ -57,7 +59,18 @@ def _plan(inputs: Inputs) -> Plan:
 
 def add_preparing(call: LinearCall) -> Prepared:
     prepared = call.prepared()
-    call.add_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
+    if call.gate == 2:
+        strong = None
+        if call.config.weak_prepare is not None:
+            strong, config = call.buffer(dtype=torch.int32), call.config.weak_prepare
+            call.add_chunks(
+                _chunk_prepare_vector_kernel, config, call.call, prepared, strong, config.block_n
+            )
+        call.add_chunks(
+            _chunk_prepare_ladder_kernel, call.config.prepare, call.call, prepared, strong
+        )
+    else:
+        call.add_chunks(_chunk_prepare_kernel, call.config.prepare, call.call, prepared)
     if prepared.lower is not None:
         call.add_chunks(_chunk_invert_kernel, call.config.pairs, prepared)
     return prepared

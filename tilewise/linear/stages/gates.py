@@ -22,13 +22,19 @@ def load_scalar_gate(g, row, first, count, head, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def log2_gate(gate):
+    """Of natural log gates, fp32."""
+    return tl.maximum(gate * LOG2_E, LOWEST_LOG2)
+
+
+@triton.jit
 def load_vector_gate(
     g, row, first, count, head, d0,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Log2 gates `[C, WIDTH]`."""
     tile = load_rows(g, row, first, count, head, d0, CHUNK, WIDTH, DIM).to(tl.float32)
-    return tl.maximum(tile * LOG2_E, LOWEST_LOG2)
+    return log2_gate(tile)
 
 
 @triton.jit
@@ -38,7 +44,7 @@ def load_gate_columns(
 ):  # fmt: skip
     """The same, transposed: `[WIDTH, C]`."""
     tile = load_columns(g, row, first, count, head, d0, CHUNK, WIDTH, DIM).to(tl.float32)
-    return tl.maximum(tile * LOG2_E, LOWEST_LOG2)
+    return log2_gate(tile)
 
 
 @triton.jit
@@ -132,6 +138,18 @@ def rung(n, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
     border = (((i >> n) | 1) << n).to(tl.int32)
     low, high = tl.minimum(i, border), tl.maximum(i, border)
     return ((step > low) & (step <= high)).to(tl.float32)
+
+
+# How far from a border that serves pairs on both sides a decay may be, as a power of two: factors
+# are as large and as small. bf16 has the range, and no precision to lose to the exponents'; and two
+# such stay within what growth may reach.
+NEAR_LOG2, SHORT_LOG2 = tl.constexpr(57.7), tl.constexpr(4.0)
+
+
+@triton.constexpr_function
+def near_limit(dtype):
+    """For factors that are rounded to a dtype."""
+    return NEAR_LOG2 if dtype == tl.bfloat16 else SHORT_LOG2
 
 
 @triton.jit

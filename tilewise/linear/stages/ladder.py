@@ -1,11 +1,12 @@
-"""Gradients of q, k, gate and beta of a vector gate, each chunk by itself: see `gradients.py`.
+"""Gradients of q, k, gate and beta of a vector gate of any strength, each chunk by itself: what
+`middle.py` leaves out.
 
 Dims: as there; every tile is transposed, `[dims, steps]`, so that its rows are the few dims of one
     program: products of less than 64 rows are not of Hopper's warp groups (see `config.py`).
-Grid: chunk slots x value heads x blocks of D, the last first.
+Grid: chunk slots x value heads, where all are meant x blocks of D, the last first.
 Math: as `gradients.py`; a score and a step of A go back to q, k and the gate as they came
-    (`prepare.py`), rung by rung. What a pair gives to its decay from a border is a gradient of
-    every gate that stands between; nothing is the difference of larger sums.
+    (`prepare_ladder.py`), rung by rung. What a pair gives to its decay from a border is a gradient
+    of every gate that stands between; nothing is the difference of larger sums.
 """
 
 from __future__ import annotations
@@ -31,9 +32,27 @@ from .tiles import (
 
 @triton.jit
 def _chunk_ladder_kernel(
-    call, remade, pairs, passes, dout, results, SLICES: tl.constexpr, BUILD: tl.constexpr
+    call, remade, pairs, passes, dout, results, strong, SLICES: tl.constexpr, BUILD: tl.constexpr
 ):
-    """The arguments of `gradients._chunk_gradients_kernel`."""
+    """The arguments of `gradients._chunk_gradients_kernel`. strong: by slot, head and block of D,
+    not 0 where it is meant; None for everywhere."""
+    BLOCKS: tl.constexpr = (BUILD.dim + BUILD.block_d - 1) // BUILD.block_d
+    pid = tl.program_id(0)
+    if strong is None:
+        at, block = pid // BLOCKS, pid % BLOCKS
+        _give_back(call, remade, pairs, passes, dout, results, at, block, SLICES, BUILD)
+    else:
+        for block in range(0, BLOCKS):
+            if tl.load(strong + pid.to(tl.int64) * BLOCKS + block) != 0:
+                _give_back(call, remade, pairs, passes, dout, results, pid, block, SLICES, BUILD)
+
+
+@triton.jit
+def _give_back(
+    call, remade, pairs, passes, dout, results, slot_head, block,
+    SLICES: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one chunk and head, of one block of dims."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     BLOCK: tl.constexpr = BUILD.block_d
@@ -42,9 +61,8 @@ def _chunk_ladder_kernel(
     _, states, steps = remade
     dstates, dsteps, dtotal = passes
     dq_out, dk_out, dg_out, dbeta_out = results
-    block = tl.program_id(0) % BLOCKS
     d0 = block * BLOCK
-    at, head, row, first, count = locate_chunk(call.place, tl.program_id(0) // BLOCKS, C)
+    at, head, row, first, count = locate_chunk(call.place, slot_head, C)
     qk_head = head // decode(call.place.group)
     offs = tl.arange(0, C)
     beta = tl.zeros((C,), tl.float32)

@@ -1,11 +1,8 @@
 """Preparation of chunks, each by itself: scores of q and k, the delta rule's inverse, decays.
 
 Dims: as `structs.Prepared`. Grid: chunk slots x value heads, heads first.
-Math: as `tiled.py`. Without a gate or with a scalar one a score is a product times a decay. With a
-    vector gate the decay stands between the factors, and a ladder of blocks of 32, 16, ..., 1 steps
-    gives every pair of steps its border: from it to the later step, and to it from the earlier one,
-    so that each rung is one product and no exponent is above 0. Gates that are not strong let one
-    border serve all pairs of a block of 16, with exponents of both signs, for the last four rungs.
+Math: as `tiled.py`. Without a gate or with a scalar one a score is a product times a decay; with a
+    vector gate see `prepare_vector.py`.
 """
 
 from __future__ import annotations
@@ -14,52 +11,22 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
-from .gates import (
-    decay_of,
-    from_first,
-    from_middle,
-    load_scalar_gate,
-    load_vector_gate,
-    pair_decay,
-    rung,
-    rung_pairs,
-    rungs,
-    scalar_decays,
-    up_to,
-    whole_decays,
-)
+from .gates import load_scalar_gate, pair_decay, scalar_decays
 from .products import key_products
 from .solve import invert_unit_lower, store_inverse
-from .structs import SCALAR_GATE, VECTOR_GATE, locate_chunk
-from .tiles import (
-    dot,
-    load_numbers,
-    load_rows,
-    narrow,
-    store_block,
-    sum_dot,
-)
-
-# How far from a border within a block of 16 a decay may be, as a power of two: the factors of its
-# steps are as large and as small. bf16 has the range, and no precision to lose to the exponents'.
-NEAR_LOG2, SHORT_LOG2 = tl.constexpr(60.0), tl.constexpr(4.0)
+from .structs import SCALAR_GATE, locate_chunk
+from .tiles import load_numbers, store_block
 
 
 @triton.jit
 def _chunk_prepare_kernel(call, out, BUILD: tl.constexpr):
     """Everything of one chunk and head that needs no state."""
     C: tl.constexpr = BUILD.chunk
-    D: tl.constexpr = BUILD.dim
-    BLOCK: tl.constexpr = BUILD.block_d
     DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
     at, head, row, first, count = locate_chunk(call.place, tl.program_id(0), C)
     qk_head = head // decode(call.place.group)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    where = (row, first, count, head, qk_head)
-    if BUILD.gate == VECTOR_GATE:
-        qk = _products(call, call.q, where, DTYPE, BUILD)
-    else:
-        qk, kk = key_products(call, row, first, count, qk_head, DTYPE, BUILD)
+    qk, kk = key_products(call, row, first, count, qk_head, DTYPE, BUILD)
     g = tl.zeros((C,), tl.float32)
     if BUILD.gate == SCALAR_GATE:
         g = load_scalar_gate(call.g, row, first, count, head, C)
@@ -75,98 +42,7 @@ def _chunk_prepare_kernel(call, out, BUILD: tl.constexpr):
         tl.store(out.total + at, total)
     if BUILD.has_delta:
         beta = load_numbers(call.beta, row, first, count, head, C)
-        if BUILD.gate == VECTOR_GATE:
-            kk = _products(call, call.k, where, DTYPE, BUILD)
         if BUILD.gate == SCALAR_GATE:
             kk *= decay
         a = tl.where(i > j, kk * beta[:, None], 0.0)
-        if BUILD.gate == VECTOR_GATE:
-            store_block(out.lower, at, 0, 0, a, C, C, C, C, BUILD)
-        else:
-            store_inverse(out.inverse, at, invert_unit_lower(a, C, BUILD), DTYPE, BUILD)
-    if BUILD.gate == VECTOR_GATE:
-        for d0 in range(0, D, BLOCK):
-            _store_decayed(call, out, at, row, first, count, head, qk_head, d0, BUILD)
-
-
-@triton.jit
-def _products(call, rows, where, DTYPE: tl.constexpr, BUILD: tl.constexpr):
-    """`[i, j]` of q or k with k, for j <= i, with a vector gate's decay."""
-    acc, lowest = _near_products(call, rows, where, DTYPE, BUILD)
-    # A loop, not unrolled: its code takes long to compile.
-    for n in range(lowest, rungs(BUILD.chunk)):
-        acc = _climb(call, rows, acc, where, n, DTYPE, BUILD)
-    return acc
-
-
-@triton.jit
-def _load(call, rows, where, d0, BUILD: tl.constexpr):
-    """Rows, k and log2 gates of dims from d0 on, fp32."""
-    C: tl.constexpr = BUILD.chunk
-    BLOCK: tl.constexpr = BUILD.block_d
-    row, first, count, head, qk_head = where
-    x = load_rows(rows, row, first, count, qk_head, d0, C, BLOCK, BUILD.dim).to(tl.float32)
-    k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, BUILD.dim).to(tl.float32)
-    return x, k, load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, BUILD.dim)
-
-
-@triton.jit
-def _near_products(call, rows, where, DTYPE: tl.constexpr, BUILD: tl.constexpr):
-    """Steps with themselves, and pairs within blocks of 16 where one border in the middle serves
-    all: where no decay from it is beyond what the dtype holds. And which rungs are left, from which
-    on."""
-    C: tl.constexpr = BUILD.chunk
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    ones = from_middle(C)
-    # What operands are rounded to.
-    LIMIT: tl.constexpr = NEAR_LOG2 if tl.bfloat16 == DTYPE else SHORT_LOG2
-    own = tl.zeros((C,), tl.float32)
-    acc = tl.zeros((C, C), tl.float32)
-    worst = 0.0
-    for d0 in range(0, BUILD.dim, BUILD.block_d):
-        x, k, g = _load(call, rows, where, d0, BUILD)
-        own += tl.sum(x * k, 1)
-        exponent = sum_dot(ones, g, BUILD)
-        worst = tl.maximum(worst, tl.max(tl.max(tl.abs(exponent), 1), 0))
-        exponent = tl.minimum(tl.maximum(exponent, -LIMIT), LIMIT)
-        # Not of Hopper's warp groups, whose products may not be seen transposed: see `config.py`.
-        columns = tl.trans(narrow(k * tl.exp2(-exponent), DTYPE, BUILD))
-        acc = dot(x * tl.exp2(exponent), columns, acc, DTYPE, BUILD)
-    lowest = tl.where(worst <= LIMIT, 4, 0).to(tl.int32)
-    acc = tl.where((((i ^ j) >> lowest) == 0) & (j < i), acc, 0.0)
-    return tl.where(i == j, own[:, None], acc), lowest
-
-
-@triton.jit
-def _climb(call, rows, acc, where, n, DTYPE: tl.constexpr, BUILD: tl.constexpr):
-    """One rung: pairs of steps whose border is that of two blocks of 2^n."""
-    C: tl.constexpr = BUILD.chunk
-    ones = rung(n, C, False)
-    far = tl.zeros((C, C), tl.float32)
-    for d0 in range(0, BUILD.dim, BUILD.block_d):
-        x, k, g = _load(call, rows, where, d0, BUILD)
-        decay = decay_of(sum_dot(ones, g, BUILD))
-        columns = tl.trans(narrow(k * decay, DTYPE, BUILD))
-        far = dot(x * decay, columns, far, DTYPE, BUILD)
-    return tl.where(rung_pairs(n, C, False), far, acc)
-
-
-@triton.jit
-def _store_decayed(call, out, at, row, first, count, head, qk_head, d0, BUILD: tl.constexpr):
-    """q and k with a vector gate's decays."""
-    C: tl.constexpr = BUILD.chunk
-    D: tl.constexpr = BUILD.dim
-    BLOCK: tl.constexpr = BUILD.block_d
-    dims = d0 + tl.arange(0, BLOCK)
-    g = load_vector_gate(call.g, row, first, count, head, d0, C, BLOCK, D)
-    entry, total = whole_decays(g, C)
-    tl.store(out.entry + at * D + dims, entry, mask=dims < D)
-    tl.store(out.total + at * D + dims, total, mask=dims < D)
-    k = load_rows(call.k, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    left = decay_of(sum_dot(up_to(C, True, False), g, BUILD))
-    store_block(out.k, at, 0, d0, k * left, C, BLOCK, C, D, BUILD)
-    reached = decay_of(sum_dot(from_first(C, False), g, BUILD))
-    q = load_rows(call.q, row, first, count, qk_head, d0, C, BLOCK, D).to(tl.float32)
-    store_block(out.q, at, 0, d0, q * reached * call.scale, C, BLOCK, C, D, BUILD)
-    if BUILD.has_delta:
-        store_block(out.seen, at, 0, d0, k * reached, C, BLOCK, C, D, BUILD)
+        store_inverse(out.inverse, at, invert_unit_lower(a, C, BUILD), DTYPE, BUILD)

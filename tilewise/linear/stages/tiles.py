@@ -34,9 +34,17 @@ def load_rows(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """`[ROWS, WIDTH]` of tokens from `first` on, dims from d0; 0 past `count` and DIM."""
-    rows, cols = tl.arange(0, ROWS), d0 + tl.arange(0, WIDTH)
-    ptrs = _row_base(x, row, first, head) + (rows[:, None] * x.stride_m + cols[None, :])
-    return tl.load(ptrs, mask=(rows < count)[:, None] & (cols < DIM)[None, :], other=0.0)
+    return load_steps(x, row, first, count, head, d0, tl.arange(0, ROWS), WIDTH, DIM)
+
+
+@triton.jit
+def load_steps(
+    x, row, first, count, head, d0, steps, WIDTH: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
+    """The same of tokens in any order, each a step after `first`."""
+    cols = d0 + tl.arange(0, WIDTH)
+    ptrs = _row_base(x, row, first, head) + (steps[:, None] * x.stride_m + cols[None, :])
+    return tl.load(ptrs, mask=(steps < count)[:, None] & (cols < DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -143,6 +151,18 @@ def store_block(
     rows, cols = r0 + tl.arange(0, HEIGHT), c0 + tl.arange(0, WIDTH)
     ptrs = ptr + index * (ROWS * COLS) + rows[:, None] * COLS + cols[None, :]
     mask = (rows < ROWS)[:, None] & (cols < COLS)[None, :]
+    tl.store(ptrs, narrow(tile, ptr.dtype.element_ty, BUILD), mask=mask)
+
+
+@triton.jit
+def store_steps(
+    ptr, index, d0, steps, tile,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """Rows in any order, columns from d0 on."""
+    cols = d0 + tl.arange(0, WIDTH)
+    ptrs = ptr + index * (ROWS * COLS) + steps[:, None] * COLS + cols[None, :]
+    mask = (steps < ROWS)[:, None] & (cols < COLS)[None, :]
     tl.store(ptrs, narrow(tile, ptr.dtype.element_ty, BUILD), mask=mask)
 
 
