@@ -89,26 +89,6 @@ def test_a_backward_waits_for_what_was_begun(monkeypatch: pytest.MonkeyPatch) ->
     assert not launch._ahead
 
 
-def test_it_begins_when_the_compiler_has_left_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this thread's launch; or, where that compiles nothing, after it."""
-    begun = threading.Event()
-    monkeypatch.setattr(launch, "compile_together", lambda *_, **__: begun.set())
-    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
-
-    def make_ir() -> None:
-        assert not begun.wait(0.2)
-
-    launch.compile_ahead([], torch.device("cuda", 0))
-    make_ir()
-    assert begun.wait(10)
-    begun.clear()
-    launch.compile_ahead([], torch.device("cuda", 0))
-    assert not begun.wait(0.1)
-    launch.go_ahead()
-    assert begun.wait(10)
-    launch.finish_ahead()
-
-
 def test_what_is_compiled_together_is_all_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it stands in series: not what makes delta either."""
     together: list[list[str]] = []

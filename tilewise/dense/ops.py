@@ -164,7 +164,6 @@ def _forward(
     piece = arguments.piece(q, k, v).as_batch()
     match arguments.chosen(piece):
         case "triton" | "hopper" as name:
-            from ..kernels.launch import go_ahead
             from .triton_call import TritonCall
 
             call = TritonCall(piece)
@@ -173,10 +172,7 @@ def _forward(
 
                 begin_to_compile(name, call, gradients_on_gpu)
             ready = forward_of(name)(call, out_dtype, is_split=is_split)
-            try:
-                result = ready.run(piece.q, piece.k, piece.v)
-            finally:
-                go_ahead()
+            result = ready.run(piece.q, piece.k, piece.v)
         case name:
             from . import tiled_forward
 

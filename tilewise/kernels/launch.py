@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -107,71 +105,26 @@ def compile_together(
         _compiled_together.add(key)
 
 
-class _Ahead(NamedTuple):
-    """What was begun. go: it need wait no longer."""
-
-    done: Future[None]
-    go: threading.Event
-
-
-_ahead: list[_Ahead] = []
+_ahead: list[Future[None]] = []
 
 
 def compile_ahead(launches: Sequence[Launch], device: torch.device) -> None:
     """Begin to compile what launches to come need, in a thread of its own.
 
-    Nothing is loaded: a CUDA graph that is captured meanwhile would not allow it. This thread goes
-    on to a launch of its own, and then to `go_ahead`.
+    Nothing is loaded: a CUDA graph that is captured meanwhile would not allow it.
     """
     if device.type != "cuda" or is_interpreted():
         return
-    go, caller = threading.Event(), threading.get_ident()
-
-    def compile_all() -> None:
-        _wait_for_front_end(caller, go)
-        compile_together(launches, device, loads=False)
-
     worker = ThreadPoolExecutor(1, "tilewise")
-    _ahead.append(_Ahead(worker.submit(compile_all), go))
+    _ahead.append(worker.submit(compile_together, launches, device, loads=False))
     worker.shutdown(wait=False)
-
-
-def _wait_for_front_end(thread: int, go: threading.Event) -> None:
-    """Until Triton has read the kernel that a thread is to compile, or the thread says go.
-
-    That part of it is Python, and two threads of Python take turns: beside another one a forward of
-    6.0 s took 8.5 s (H200's host, Triton 3.6, 2026-11-30). The parts after it run side by side.
-    """
-    was_seen = False
-    while not go.wait(0.01):
-        frame = sys._current_frames().get(thread)
-        if frame is None:
-            return
-        is_seen = False
-        while frame is not None and not is_seen:
-            is_seen = frame.f_code.co_name == _FRONT_END
-            frame = frame.f_back
-        if was_seen and not is_seen:
-            return
-        was_seen = is_seen
-
-
-# Of Triton's sources; where it has another name, what is begun waits for `go_ahead`.
-_FRONT_END = "make_ir"
-
-
-def go_ahead() -> None:
-    """What `compile_ahead` began need not wait for this thread's launch any more."""
-    for x in _ahead:
-        x.go.set()
 
 
 def finish_ahead() -> None:
     """Wait for what `compile_ahead` began: two threads would compile a kernel twice."""
-    go_ahead()
     while _ahead:
         # What failed to compile is said by the launch that needs it.
-        _ahead.pop().done.exception()
+        _ahead.pop().exception()
 
 
 def _make_launcher(kernel: Any) -> None:
