@@ -150,7 +150,7 @@ PREFILLS = (
     _prefill("contiguous", page=None),
     _prefill("contiguous, rows that end in a tile", page=None, lengths=(97, 3)),
     _prefill("softcap", options={"softcap": 3.0}),
-    _prefill("ALiBi", options={"alibi_slopes": torch.tensor([0.5, 0.01])}),
+    _prefill("ALiBi", options={"alibi_slopes": torch.tensor([0.5, 0.01], device="cpu")}),
     _prefill("sinks, MHA", sinks=True, G=2),
     _prefill("scale below 0", options={"scale": -0.1}),
     _prefill("rising keys", growth=30.0),
@@ -162,10 +162,10 @@ PREFILLS = (
     _prefill("mixed batch, batch_index", (70, 1, 0, 5, 130), page=None, layout="batch_index",
              lengths=_LONG),
     _prefill("mixed batch, window, softcap, ALiBi", _MIXED, mask=lambda: tw.window(50, 0),
-             options={"softcap": 20.0, "alibi_slopes": torch.rand(8, 2)}),
+             options={"softcap": 20.0, "alibi_slopes": torch.rand(8, 2, device="cpu")}),
     _prefill("mixed batch, batch invariant", _MIXED, page=48, options={"batch_invariant": True}),
     _prefill("mixed batch, batch invariant, ALiBi", _MIXED,
-             options={"batch_invariant": True, "alibi_slopes": torch.rand(8, 2)}),
+             options={"batch_invariant": True, "alibi_slopes": torch.rand(8, 2, device="cpu")}),
     _prefill("135 sequences", (70, 1, 0) * 45, page=32, H=1),
 )  # fmt: skip
 # Each is a kernel of its own, which takes seconds to compile, and differs from others in nothing

@@ -24,7 +24,7 @@ def draw(B: int, M: int, N: int, H: int, G: int, D: int, E: int) -> dict[str, to
     generator = torch.Generator().manual_seed(0)
     shapes = {"q": (B, M, H, D), "k": (B, N, G, D), "v": (B, N, G, E)}
     return {
-        name: torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16)
+        name: torch.randn(shape, generator=generator, device="cpu").to(DEVICE, torch.bfloat16)
         for name, shape in shapes.items()
     }
 

@@ -5,7 +5,7 @@ Math: as `gradients.py`; a score and a step of A go back to q, k and the gate as
     (`prepare_vector.py`): by way of the middle of the chunk where gates are not strong, else rung
     by rung. What a pair gives to its decay from a border is a gradient of every gate that stands
     between. The middle may be past both steps of a pair, and what they give then cancels: to the
-    last digits of fp32, since both are made of the same rounded factors.
+    last digits of fp32, since both are made of the same factors.
 """
 
 from __future__ import annotations
@@ -93,36 +93,44 @@ def _by_middle(
     dstates, dsteps, _ = passes
     exponent -= first_half[None, :]
     reached, left = tl.exp2(first_half)[None, :], tl.exp2(second_half)[None, :]
-    x = narrow(q.to(tl.float32) * tl.exp2(exponent), DTYPE, BUILD)
-    y = narrow(k.to(tl.float32) * tl.exp2(-exponent), DTYPE, BUILD)
-    # What a pair gives to both of its steps' exponents, of the same rounded factors: it cancels
-    # for gates on one side of both, and of a step with itself for all.
-    far = dot(load_block(pairs.dqk, at, 0, 0, C, C, C, C), y, None, DTYPE, BUILD)
-    near = _read_by_q(dout, states, where, DTYPE, BUILD) * (reached * call.scale)
     after = tl.exp2(exponent)
-    passed = q.to(tl.float32) * after * near + x.to(tl.float32) * far
+    x, y = q.to(tl.float32) * after, k.to(tl.float32) * tl.exp2(-exponent)
+    # What a pair gives to both of its steps' exponents, of the same factors: it cancels for gates
+    # on one side of both, and of a step with itself for all.
+    far = _apply(load_block(pairs.dqk, at, 0, 0, C, C, C, C), y, None, DTYPE, BUILD)
+    near = _read_by_q(dout, states, where, DTYPE, BUILD) * (reached * call.scale)
+    passed = x * (near + far)
     dq = (near + far) * after
     dk = tl.zeros_like(dq)
     dbeta = tl.zeros((C,), tl.float32)
-    far = dot(load_block_transposed(pairs.dqk, at, 0, 0, C, C, C, C), x, None, DTYPE, BUILD)
+    pairs_t = load_block_transposed(pairs.dqk, at, 0, 0, C, C, C, C)
+    far = _apply(pairs_t, x, None, DTYPE, BUILD)
     if BUILD.has_delta:
-        k_after = k.to(tl.float32) * after
-        x = narrow(k_after * beta[:, None], DTYPE, BUILD)
-        far = dot(load_block_transposed(pairs.da, at, 0, 0, C, C, C, C), x, far, DTYPE, BUILD)
-        dr = dot(load_block(pairs.da, at, 0, 0, C, C, C, C), y, None, DTYPE, BUILD)
-        passed += x.to(tl.float32) * dr
-        dbeta = tl.sum(dr * k_after, 1)
+        x = k.to(tl.float32) * after
+        rows = x * beta[:, None]
+        pairs_t = load_block_transposed(pairs.da, at, 0, 0, C, C, C, C)
+        far = _apply(pairs_t, rows, far, DTYPE, BUILD)
+        dr = _apply(load_block(pairs.da, at, 0, 0, C, C, C, C), y, None, DTYPE, BUILD)
+        dbeta = tl.sum(dr * x, 1)
         near = _read_by_k(dsteps, states, where, beta, DTYPE, BUILD) * reached
-        passed += k_after * near
-        dk = (near + dr * beta[:, None]) * after
+        near += dr * beta[:, None]
+        passed += x * near
+        dk = near * after
     near = _written(steps, dstates, where, DTYPE, BUILD) * left
     before = tl.exp2(-exponent)
-    to_end = k.to(tl.float32) * before * near
-    passed -= y.to(tl.float32) * far + to_end
+    to_end = y * near
+    passed -= y * far + to_end
     dk += (near + far) * before
     # Of a gate what passes it: whole, from all steps to the chunk's end, less that of later ones.
     between = sum_dot(up_to(C, False, True), passed, BUILD) + tl.sum(to_end, 0)[None, :]
     return dq, dk, dbeta, between
+
+
+@triton.jit
+def _apply(pairs, x, acc, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+    """acc + pairs x. A gate's gradient has no dim to average the rounding of x over."""
+    high = narrow(x, DTYPE, BUILD)
+    return dot(pairs, high, dot(pairs, x - high.to(tl.float32), acc, DTYPE, BUILD), DTYPE, BUILD)
 
 
 @triton.jit

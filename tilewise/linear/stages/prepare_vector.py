@@ -26,12 +26,16 @@ def _chunk_prepare_vector_kernel(call, out, strong, BLOCK: tl.constexpr, BUILD: 
     at, head, row, first, count = locate_chunk(call.place, tl.program_id(0), C)
     where = (at, head, row, first, count, head // decode(call.place.group))
     qk, kk = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    # Of a step with itself, the largest: without a decay there is nothing to round.
+    own = tl.zeros((C,), tl.float32)
     any_strong = 0
     for d0 in range(0, BUILD.dim, BLOCK):
-        qk, kk, is_strong = _add_weak(call, out, where, d0, qk, kk, BLOCK, DTYPE, BUILD)
+        qk, kk, more, is_strong = _add_weak(call, out, where, d0, qk, kk, BLOCK, DTYPE, BUILD)
+        own += more
         any_strong |= is_strong
     tl.store(strong + at, any_strong)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    qk = tl.where(i == j, own[:, None], qk)
     # Above the diagonal there may be anything, of growth that no pair has.
     qk = tl.where(i >= j, _in_order(qk, C) * call.scale, 0.0)
     store_block(out.scores, at, 0, 0, qk, C, C, C, C, BUILD)
@@ -69,8 +73,8 @@ def _add_weak(
     BUILD: tl.constexpr,
 ):
     """The products of q and of k with k, of steps in their spread order, and what these dims have
-    for them; and 0, or 1 where the gates of these dims are too strong, and nothing of them is
-    done."""
+    for them; products of steps with themselves; and 0, or 1 where the gates of these dims are
+    too strong, and nothing of them is done."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     at, head, row, first, count, qk_head = where
@@ -78,6 +82,7 @@ def _add_weak(
     gate = load_steps(call.g, row, first, count, head, d0, steps, BLOCK, D).to(tl.float32)
     q = load_steps(call.q, row, first, count, qk_head, d0, steps, BLOCK, D).to(tl.float32)
     k = load_steps(call.k, row, first, count, qk_head, d0, steps, BLOCK, D).to(tl.float32)
+    own = tl.sum(q * k, 1)
     # The state has been decayed by the first.
     gate = tl.where((steps > 0)[:, None], log2_gate(gate), 0.0)
     exponent, first_half, second_half = _from_middle(gate, C, BLOCK)
@@ -88,14 +93,17 @@ def _add_weak(
         columns = tl.trans(narrow(k, DTYPE, BUILD))
         qk = dot(q, columns, qk, DTYPE, BUILD)
         if BUILD.has_delta:
+            # What A is off by grows from step to step: one factor is taken as it is.
             kk = dot(seen, columns, kk, DTYPE, BUILD)
+            rest = k - narrow(k, DTYPE, BUILD).to(tl.float32)
+            kk = dot(seen, tl.trans(narrow(rest, DTYPE, BUILD)), kk, DTYPE, BUILD)
         reached, left = tl.exp2(first_half)[None, :], tl.exp2(second_half)[None, :]
         store_steps(out.q, at, d0, steps, q * (reached * call.scale), BLOCK, C, D, BUILD)
         store_steps(out.k, at, d0, steps, k * left, BLOCK, C, D, BUILD)
         if BUILD.has_delta:
             store_steps(out.seen, at, d0, steps, seen * reached, BLOCK, C, D, BUILD)
         _store_whole(call, out, where, d0, first_half + second_half, BLOCK, BUILD)
-    return qk, kk, is_strong
+    return qk, kk, own, is_strong
 
 
 @triton.jit
