@@ -5,7 +5,8 @@ the cases, the drop-in, tests/kernels, tests/gpu and the pieces of rings on seve
 once on one GPU. For each area (dense attention, caches, linear attention) of which all passes it
 writes to benchmarks/results/gpu-verify.json the hashes of the kernel sources, which CI holds
 against the sources it tests: a kernel that changed since must run again (`--areas` runs some), or
-stand in benchmarks/results/UNVERIFIED.md with the reason.
+stand in benchmarks/results/UNVERIFIED.md with the reason. Where tests failed by a fault of their
+own, `--again` runs these alone when they are mended: no kernel may have changed meanwhile.
 """
 
 from __future__ import annotations
@@ -166,6 +167,13 @@ class Tests:
         passed, failed = (_case_ids(names) for names in (self.passed, self.failed))
         return sorted(passed - failed)
 
+    def after(self, again: Tests) -> Tests:
+        """What is left to say when those that failed ran again. One that did not run has failed."""
+        ran = {*again.passed, *again.failed}
+        failed = [*again.failed, *(name for name in self.failed if name not in ran)]
+        calls = self.calls + again.calls
+        return Tests([*self.passed, *again.passed], failed, self.skipped, calls)
+
 
 def read_tests(report: Path, area: str | None = None) -> Tests:
     """Of an area, or all. Of a report that is not there, since pytest ended before, nothing."""
@@ -206,29 +214,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return 2
     logs.mkdir(parents=True, exist_ok=True)
-    for name in ("tests.xml", "failures.txt"):
-        (logs / name).unlink(missing_ok=True)
-    # Written as they come, so that they outlive a run that is cut short.
-    os.environ["TILEWISE_FAILURES"] = str(logs / "failures.txt")
-    start, sources = time.monotonic(), {area: hash_sources(ROOT, area) for area in AREAS}
+    sources = {area: hash_sources(ROOT, area) for area in AREAS}
     areas = [area for area in arguments.areas if sources[area]]
-    with ThreadPoolExecutor(max(_VERIFIERS, _CORES)) as pool:
-        turns = Semaphore(_VERIFIERS)
-        runs = _start_verifying(areas, logs, pool, turns)
-        command = _pytest(areas, arguments.workers, logs)
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        turns.release(max(1, _CORES - _VERIFIERS))
-        verified = {area: [run.result() for run in some] for area, some in runs.items()}
+    start = time.monotonic()
+    if arguments.again:
+        problem = describe_change(logs, sources, areas)
+        if problem:
+            print(problem, file=sys.stderr)
+            return 2
+        code, tests, verified = _run_again(areas, arguments.workers, logs)
+    else:
+        code, tests, verified = _run_all(areas, arguments.workers, logs)
+        write_run(logs, sources, verified)
     seconds = time.monotonic() - start
-    tests = read_tests(logs / "tests.xml")
-    print(f"{len(tests.passed)} passed, {len(tests.failed)} failed, {seconds:.0f} s in all.")
+    n_passed, n_failed = (
+        sum(len(x) for x in names)
+        for names in ([x.passed for x in tests.values()], [x.failed for x in tests.values()])
+    )
+    print(f"{n_passed} passed, {n_failed} failed, {seconds:.0f} s in all.")
     # That tests failed is said of the areas that they are of; anything else is of all.
-    code = 0 if code == 1 and tests.failed else code
+    code = 0 if code == 1 and n_failed else code
     machine = describe_machine(arguments.commit) | {"seconds": round(seconds)}
     record = read_record(output)
     problems = 0
     for area in areas:
-        of_area = read_tests(logs / "tests.xml", area)
+        of_area = tests[area]
         failure = describe_failure(code, of_area, verified[area])
         print(f"{area}: {failure or 'everything passed'}.")
         problems += bool(failure)
@@ -239,6 +249,71 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.write_text(json.dumps({"areas": record}, indent=1) + "\n", encoding="utf-8")
     print(f"{len(areas) - problems} of {len(areas)} areas written to {output}. Logs: {logs}.")
     return 1 if problems else 0
+
+
+_Verified = dict[str, list[dict[str, Any] | None]]
+
+
+def _run_all(
+    areas: Sequence[str], workers: int, logs: Path
+) -> tuple[int, dict[str, Tests], _Verified]:
+    """pytest's exit code, its tests and the verifications by area."""
+    for name in ("tests.xml", "failures.txt", "run.json"):
+        (logs / name).unlink(missing_ok=True)
+    # Written as they come, so that they outlive a run that is cut short.
+    os.environ["TILEWISE_FAILURES"] = str(logs / "failures.txt")
+    with ThreadPoolExecutor(max(_VERIFIERS, _CORES)) as pool:
+        turns = Semaphore(_VERIFIERS)
+        runs = _start_verifying(areas, logs, pool, turns)
+        command = _pytest(find_tests(ROOT, areas), workers, logs / "tests.xml")
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        turns.release(max(1, _CORES - _VERIFIERS))
+        verified = {area: [run.result() for run in some] for area, some in runs.items()}
+    return code, {area: read_tests(logs / "tests.xml", area) for area in areas}, verified
+
+
+def write_run(logs: Path, sources: dict[str, dict[str, str]], verified: _Verified) -> None:
+    """What a run was of, for one that goes on with it."""
+    run = {"sources": {area: sources[area] for area in verified}, "verified": verified}
+    (logs / "run.json").write_text(json.dumps(run), encoding="utf-8")
+
+
+def describe_change(logs: Path, sources: dict[str, dict[str, str]], areas: Sequence[str]) -> str:
+    """Why tests that failed may not simply run again; empty if they may."""
+    path = logs / "run.json"
+    if not path.exists():
+        return f"gpu-test: --again goes on with a run to its end, and {logs} holds none."
+    known = json.loads(path.read_text(encoding="utf-8"))["sources"]
+    for area in areas:
+        if area not in known:
+            return f"gpu-test: --again: the run in {logs} was not of {area}."
+        names = known[area].keys() | sources[area].keys()
+        changed = sorted(x for x in names - {"all"} if known[area].get(x) != sources[area].get(x))
+        if changed:
+            return f"gpu-test: --again: {', '.join(changed)} changed, so all of {area} has to run."
+    return ""
+
+
+def _run_again(
+    areas: Sequence[str], workers: int, logs: Path
+) -> tuple[int, dict[str, Tests], _Verified]:
+    """As `_run_all`, with the tests that failed there run again."""
+    first = {area: read_tests(logs / "tests.xml", area) for area in areas}
+    names = [test_id(name) for tests in first.values() for name in tests.failed]
+    report, code = logs / "again.xml", 0
+    report.unlink(missing_ok=True)
+    if names:
+        command = _pytest(names, min(workers, len(names)), report)
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    run = json.loads((logs / "run.json").read_text(encoding="utf-8"))
+    verified = {area: run["verified"][area] for area in areas}
+    return code, {area: first[area].after(read_tests(report, area)) for area in areas}, verified
+
+
+def test_id(name: str) -> str:
+    """pytest's name of a test of a report."""
+    module, _, test = name.partition("::")
+    return f"{module.replace('.', '/')}.py::{test}"
 
 
 def describe_run(
@@ -271,6 +346,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", default=str(ROOT / RECORD), help="default: %(default)s")
     parser.add_argument("--logs", default=str(ROOT / "build" / "gpu-test"), help="a folder")
+    parser.add_argument(
+        "--again", action="store_true", help="the tests that failed in the run that logs are of"
+    )
     parser.add_argument("--areas", type=_read_areas, default=AREAS, help="some of %(default)s")
     parser.add_argument("--commit", help="where the checkout is a copy without git")
     workers = max(2, min(24, (os.cpu_count() or 2) * 3 // 4))
@@ -302,12 +380,12 @@ def _is_installed(module: str) -> bool:
     return find_spec(module) is not None
 
 
-def _pytest(areas: Sequence[str], workers: int, logs: Path) -> list[str]:
+def _pytest(tests: Sequence[str], workers: int, report: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short"]
     # A plugin that may be installed there and warns under xdist.
     command += ["-p", "no:benchmark", "-n", str(workers), "--dist", "worksteal"]
-    command += ["--durations=20", f"--junitxml={logs / 'tests.xml'}", "--device", DEVICE]
-    return [*command, *find_tests(ROOT, areas)]
+    command += ["--durations=20", f"--junitxml={report}", "--device", DEVICE]
+    return [*command, *tests]
 
 
 def find_tests(root: Path, areas: Sequence[str]) -> list[str]:

@@ -173,6 +173,35 @@ def test_report_of_the_tests_is_read(tmp_path: Path) -> None:
     assert gpu_test.read_tests(tmp_path / "tests.xml", "decode") == gpu_test.Tests()
 
 
+def test_those_that_failed_and_then_passed_count_as_passed(tmp_path: Path) -> None:
+    write(tmp_path, "tests.xml", REPORT)
+    first = gpu_test.read_tests(tmp_path / "tests.xml")
+    again = gpu_test.Tests([first.failed[0]])
+    found = first.after(again)
+    assert (len(found.passed), found.failed) == (6, first.failed[1:])
+    assert found.cases == ["C077", "C078", "C237", "C239"]
+    # One that fails again, and one that was not there any more.
+    assert first.after(gpu_test.Tests(failed=first.failed[:1])).failed == first.failed
+    ids = [gpu_test.test_id(name) for name in first.failed]
+    assert ids[0] == "tests/cases/test_lse.py::test_c077_one[tiled]"
+
+
+def test_tests_run_again_where_no_kernel_changed(checkout: Path, tmp_path: Path) -> None:
+    def describe(*areas: str) -> str:
+        sources = {area: gpu_test.hash_sources(checkout, area) for area in gpu_test.AREAS}
+        return gpu_test.describe_change(tmp_path, sources, areas)
+
+    assert "holds none" in describe("dense")
+    before = {area: gpu_test.hash_sources(checkout, area) for area in gpu_test.AREAS}
+    gpu_test.write_run(tmp_path, before, {"dense": [ROWS]})
+    assert describe("dense") == ""
+    assert "was not of decode" in describe("dense", "decode")
+    write(checkout, "tilewise/decode/triton_split.py", "changed")
+    assert describe("dense") == ""
+    write(checkout, "tilewise/dense/config.py", "changed")
+    assert "tilewise/dense/config.py changed, so all of dense has to run" in describe("dense")
+
+
 def test_a_report_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     assert gpu_test.read_tests(tmp_path / "tests.xml") == gpu_test.Tests()
 
