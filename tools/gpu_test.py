@@ -68,8 +68,9 @@ _CORES = os.cpu_count() or 2
 # Verifications at a time beside the tests, each a process that is busy with compiling; when the
 # tests have ended, as many as there are cores.
 _VERIFIERS = max(2, _CORES * 3 // 8)
-# Cases of an op and dtype that one of them takes, so that none keeps the others waiting.
-_CASES_OF_PART = 12
+# Cases of an op and dtype that one of them takes. Of fewer, more processes would compile the same
+# kernels at once; of more, the last one would keep the others waiting.
+_CASES_OF_PART = 30
 # Of KERNELS what every area is made of.
 SHARED = "tilewise/kernels/*"
 # Beside torch and Triton.
