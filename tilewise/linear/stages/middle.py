@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
-from .gates import decay_of, from_first, load_vector_gate, near_limit, up_to
+from .gates import are_large, decay_of, from_first, load_vector_gate, near_limit, up_to
 from .structs import locate_chunk
 from .tiles import (
     dot,
@@ -58,7 +58,7 @@ def _chunk_middle_kernel(
     second_half = tl.sum(tl.where((offs >= C // 2)[:, None], gate, 0.0), 0)
     exponent = sum_dot(from_first(C, False), gate, BUILD)
     worst = tl.max(tl.abs(exponent - first_half[None, :]))
-    is_strong = (worst > near_limit(DTYPE)).to(tl.int32)
+    is_strong = (worst > near_limit(DTYPE)).to(tl.int32) | are_large(q, k, DTYPE)
     tl.store(strong + at * BLOCKS + block, is_strong)
     where = (at, head, row, first, count, d0)
     if is_strong == 0:
