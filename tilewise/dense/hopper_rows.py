@@ -26,11 +26,9 @@ from ..kernels.tiles import load_tile, row_base, row_product, statistics_base
 _BLOCK = tl.constexpr(64)
 
 
-# As `kernels.gluon` has them for Gluon's kernels.
-
-
 @triton.jit
 def begin_next():
+    """As `kernels.gluon` has it, for a kernel of Triton's."""
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False,
         pack=1,
@@ -39,6 +37,7 @@ def begin_next():
 
 @triton.jit
 def wait_for_last():
+    """As `begin_next`."""
     tl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )

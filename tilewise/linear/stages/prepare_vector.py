@@ -62,15 +62,7 @@ def _in_order(pairs, CHUNK: tl.constexpr):
 
 @triton.jit
 def _add_weak(
-    call,
-    out,
-    where,
-    d0,
-    qk,
-    kk,
-    BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BUILD: tl.constexpr,
+    call, out, where, d0, qk, kk, BLOCK: tl.constexpr, DTYPE: tl.constexpr, BUILD: tl.constexpr
 ):
     """The products of q and of k with k, of steps in their spread order, and what these dims have
     for them; products of steps with themselves; and 0, or 1 where the gates of these dims are
