@@ -149,3 +149,17 @@ def test_strong_dims_stand_beside_weak_ones() -> None:
     reports = verify_case(CATALOG[case.op], case, "triton")
     failed = [str(report) for report in reports if not report.is_within]
     assert reports and not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize(("op", "gate"), [("kda", -0.08), ("gla", -0.34)])
+def test_rows_that_fp16_barely_holds_are_not_multiplied(op: str, gate: float) -> None:
+    """By growth from a border to a step before it: of half a chunk, and of half a block of 16."""
+    recipe = Recipe("large rows", (1, 64, 1, 1, D, D))
+    case = draw_case(f"linear.{op}", recipe, torch.float16, torch.device(UNDER_TEST.device), 3)
+    case.tensors["g"].fill_(gate)
+    q, k = case.tensors["q"], case.tensors["k"]
+    q.mul_(8000.0 / q.abs().amax(-1, keepdim=True))
+    k.mul_(1e-3)
+    reports = verify_case(CATALOG[case.op], case, "triton")
+    failed = [str(report) for report in reports if not report.is_within]
+    assert reports and not failed, "\n".join(failed)

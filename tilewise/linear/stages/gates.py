@@ -152,6 +152,20 @@ def near_limit(dtype):
     return NEAR_LOG2 if dtype == tl.bfloat16 else SHORT_LOG2
 
 
+# What rows of fp16 have to stay below: times 2^SHORT_LOG2, and a beta of 2, fp16 holds them.
+_LARGE_FP16 = tl.constexpr(2047.0)
+
+
+@triton.jit
+def are_large(q, k, DTYPE: tl.constexpr):
+    """1 where factors of these rows, on either side of a border, may be beyond what the dtype
+    holds, else 0."""
+    worst = 0.0
+    if tl.float16 == DTYPE:
+        worst = tl.maximum(tl.max(tl.abs(q.to(tl.float32))), tl.max(tl.abs(k.to(tl.float32))))
+    return (worst > _LARGE_FP16).to(tl.int32)
+
+
 @triton.jit
 def from_middle(CHUNK: tl.constexpr):
     """`[i, l]`: which gates stand between the middle of step i's block of 16 and the step: 1 those

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
-from .gates import decay_of, from_first, load_vector_gate, near_limit, up_to
+from .gates import are_large, decay_of, from_first, load_vector_gate, near_limit, up_to
 from .structs import locate_chunk
 from .tiles import (
     dot,
@@ -58,7 +58,7 @@ def _chunk_middle_kernel(
     second_half = tl.sum(tl.where((offs >= C // 2)[:, None], gate, 0.0), 0)
     exponent = sum_dot(from_first(C, False), gate, BUILD)
     worst = tl.max(tl.abs(exponent - first_half[None, :]))
-    is_strong = (worst > near_limit(DTYPE)).to(tl.int32)
+    is_strong = (worst > near_limit(DTYPE)).to(tl.int32) | are_large(q, k, DTYPE)
     tl.store(strong + at * BLOCKS + block, is_strong)
     where = (at, head, row, first, count, d0)
     if is_strong == 0:
@@ -112,11 +112,11 @@ def _by_middle(
         far = _apply(pairs_t, rows, far, DTYPE, BUILD)
         dr = _apply(load_block(pairs.da, at, 0, 0, C, C, C, C), y, None, DTYPE, BUILD)
         dbeta = tl.sum(dr * x, 1)
-        near = _read_by_k(dsteps, states, where, beta, DTYPE, BUILD) * reached
+        near = _by_steps(dsteps, states, where, DTYPE, BUILD) * -beta[:, None] * reached
         near += dr * beta[:, None]
         passed += x * near
         dk = near * after
-    near = _written(steps, dstates, where, DTYPE, BUILD) * left
+    near = _by_steps(steps, dstates, where, DTYPE, BUILD) * left
     before = tl.exp2(-exponent)
     to_end = y * near
     passed -= y * far + to_end
@@ -155,8 +155,9 @@ def _read_by_q(dout, states, where, DTYPE: tl.constexpr, BUILD: tl.constexpr):
 
 
 @triton.jit
-def _read_by_k(dsteps, states, where, beta, DTYPE: tl.constexpr, BUILD: tl.constexpr):
-    """The same of the k that reads."""
+def _by_steps(rows, states, where, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+    """Of the k that reads, through the gradients of its steps and the state; of the k that writes,
+    through its steps and the gradient of the state. Before decays and beta."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     E: tl.constexpr = BUILD.value_dim
@@ -165,24 +166,7 @@ def _read_by_k(dsteps, states, where, beta, DTYPE: tl.constexpr, BUILD: tl.const
     at, d0 = where[0], where[5]
     acc = tl.zeros((C, WIDTH), tl.float32)
     for e0 in range(0, E, BLOCK):
-        y = load_block(dsteps, at, 0, e0, C, BLOCK, C, E)
+        row = load_block(rows, at, 0, e0, C, BLOCK, C, E)
         state = load_block_transposed(states, at, d0, e0, WIDTH, BLOCK, D, E)
-        acc = dot(y, state, acc, DTYPE, BUILD)
-    return acc * -beta[:, None]
-
-
-@triton.jit
-def _written(steps, dstates, where, DTYPE: tl.constexpr, BUILD: tl.constexpr):
-    """The same of the k that writes."""
-    C: tl.constexpr = BUILD.chunk
-    D: tl.constexpr = BUILD.dim
-    E: tl.constexpr = BUILD.value_dim
-    WIDTH: tl.constexpr = BUILD.block_d
-    BLOCK: tl.constexpr = BUILD.block_e
-    at, d0 = where[0], where[5]
-    acc = tl.zeros((C, WIDTH), tl.float32)
-    for e0 in range(0, E, BLOCK):
-        d = load_block(steps, at, 0, e0, C, BLOCK, C, E)
-        dstate = load_block_transposed(dstates, at, d0, e0, WIDTH, BLOCK, D, E)
-        acc = dot(d, dstate, acc, DTYPE, BUILD)
+        acc = dot(row, state, acc, DTYPE, BUILD)
     return acc

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ...kernels.structs import decode
 from .gates import (
+    are_large,
     decay_of,
     from_first,
     from_middle,
@@ -87,8 +88,8 @@ def _load(call, rows, where, d0, BUILD: tl.constexpr):
 @triton.jit
 def _near_products(call, rows, where, DTYPE: tl.constexpr, BUILD: tl.constexpr):
     """Steps with themselves, and pairs within blocks of 16 where one border in the middle serves
-    all: where no decay from it is beyond what the dtype holds. And which rungs are left, from which
-    on."""
+    all: where neither a decay from it nor a factor is beyond what the dtype holds. And which rungs
+    are left, from which on."""
     C: tl.constexpr = BUILD.chunk
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     ones = from_middle(C)
@@ -96,16 +97,19 @@ def _near_products(call, rows, where, DTYPE: tl.constexpr, BUILD: tl.constexpr):
     own = tl.zeros((C,), tl.float32)
     acc = tl.zeros((C, C), tl.float32)
     worst = 0.0
+    any_large = 0
     for d0 in range(0, BUILD.dim, BUILD.block_d):
         x, k, g = _load(call, rows, where, d0, BUILD)
         own += tl.sum(x * k, 1)
+        any_large |= are_large(x, k, DTYPE)
         exponent = sum_dot(ones, g, BUILD)
         worst = tl.maximum(worst, tl.max(tl.max(tl.abs(exponent), 1), 0))
-        exponent = tl.minimum(tl.maximum(exponent, -LIMIT), LIMIT)
+        reach = tl.where(any_large == 0, LIMIT, 0.0)
+        exponent = tl.minimum(tl.maximum(exponent, -reach), reach)
         # Not of Hopper's warp groups, whose products may not be seen transposed: see `config.py`.
         columns = tl.trans(narrow(k * tl.exp2(-exponent), DTYPE, BUILD))
         acc = dot(x * tl.exp2(exponent), columns, acc, DTYPE, BUILD)
-    lowest = tl.where(worst <= LIMIT, 4, 0).to(tl.int32)
+    lowest = tl.where((worst <= LIMIT) & (any_large == 0), 4, 0).to(tl.int32)
     acc = tl.where((((i ^ j) >> lowest) == 0) & (j < i), acc, 0.0)
     return tl.where(i == j, own[:, None], acc), lowest
 

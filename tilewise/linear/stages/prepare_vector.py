@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ...kernels.structs import decode
-from .gates import decay_of, load_vector_gate, log2_gate, near_limit
+from .gates import are_large, decay_of, load_vector_gate, log2_gate, near_limit
 from .structs import locate_chunk
 from .tiles import dot, load_numbers, load_steps, narrow, store_block, store_steps
 
@@ -62,15 +62,7 @@ def _in_order(pairs, CHUNK: tl.constexpr):
 
 @triton.jit
 def _add_weak(
-    call,
-    out,
-    where,
-    d0,
-    qk,
-    kk,
-    BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BUILD: tl.constexpr,
+    call, out, where, d0, qk, kk, BLOCK: tl.constexpr, DTYPE: tl.constexpr, BUILD: tl.constexpr
 ):
     """The products of q and of k with k, of steps in their spread order, and what these dims have
     for them; products of steps with themselves; and 0, or 1 where the gates of these dims are
@@ -87,6 +79,7 @@ def _add_weak(
     gate = tl.where((steps > 0)[:, None], log2_gate(gate), 0.0)
     exponent, first_half, second_half = _from_middle(gate, C, BLOCK)
     is_strong = (tl.max(tl.abs(exponent)) > near_limit(DTYPE)).to(tl.int32)
+    is_strong |= are_large(q, k, DTYPE)
     if is_strong == 0:
         after, before = tl.exp2(exponent), tl.exp2(-exponent)
         q, seen, k = q * after, k * after, k * before
