@@ -88,16 +88,21 @@ def _give_back(
     later = tl.sum(tl.where((offs > 0)[None, :], gate, 0.0), 1)
     passed += (whole * decay_of(later))[:, None]
     diagonal = tl.load(pairs.dqk + at * (C * C) + offs * (C + 1)).to(tl.float32)[None, :]
+    if pairs.dqk_low is not None:
+        low = tl.load(pairs.dqk_low + at * (C * C) + offs * (C + 1)).to(tl.float32)
+        diagonal += low[None, :]
     dq += diagonal * k
     dk += dk_seen + diagonal * q
     dr = tl.zeros((BLOCK, C), tl.float32)
     # A loop, not unrolled: its code takes long to compile.
     for n in range(0, rungs(C)):
         decay = decay_of(sum_dot_right(gate, rung(n, C, True), BUILD))
-        dq, dk, shares = _descend(dq, dk, pairs.dqk, at, q, k, decay, n, DTYPE, BUILD)
+        dq, dk, shares = _descend(
+            dq, dk, pairs.dqk, pairs.dqk_low, at, q, k, decay, n, DTYPE, BUILD
+        )
         if BUILD.has_delta:
             dr, dk, more = _descend(
-                dr, dk, pairs.da, at, k * beta[None, :], k, decay, n, DTYPE, BUILD
+                dr, dk, pairs.da, None, at, k * beta[None, :], k, decay, n, DTYPE, BUILD
             )
             shares += more
         passed += sum_dot_right(shares, rung(n, C, False), BUILD)
@@ -146,13 +151,25 @@ def _through_state(
 
 
 @triton.jit
-def _descend(dx, dk, gradients, at, x, k, decay, n, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+def _descend(
+    dx, dk, gradients, low, at, x, k, decay, n, DTYPE: tl.constexpr, BUILD: tl.constexpr
+):  # fmt: skip
     """One rung of the ladder of products of x, q or beta k, and k: its pairs' shares in the
-    gradients of both, added up, and in those of the exponents. gradients: of the products."""
+    gradients of both, added up, and in those of the exponents. gradients: of the products; low:
+    what these are rounded off by, or None."""
+    x_there, k_there = x * decay, k * decay
+    dx_here, dk_here = _share(None, None, gradients, at, x_there, k_there, n, DTYPE, BUILD)
+    if low is not None:
+        dx_here, dk_here = _share(dx_here, dk_here, low, at, x_there, k_there, n, DTYPE, BUILD)
+    dx_here, dk_here = dx_here * decay, dk_here * decay
+    return dx + dx_here, dk + dk_here, x * dx_here + k * dk_here
+
+
+@triton.jit
+def _share(dx, dk, gradients, at, x, k, n, DTYPE: tl.constexpr, BUILD: tl.constexpr):
+    """What a rung's pairs give to both of their steps' factors, added to dx and dk."""
     C: tl.constexpr = BUILD.chunk
     lower, upper = rung_pairs(n, C, False), rung_pairs(n, C, True)
     pairs = tl.where(lower, load_block(gradients, at, 0, 0, C, C, C, C), 0.0)
     pairs_t = tl.where(upper, load_block_transposed(gradients, at, 0, 0, C, C, C, C), 0.0)
-    dx_here = dot(k * decay, pairs_t, None, DTYPE, BUILD) * decay
-    dk_here = dot(x * decay, pairs, None, DTYPE, BUILD) * decay
-    return dx + dx_here, dk + dk_here, x * dx_here + k * dk_here
+    return dot(k, pairs_t, dx, DTYPE, BUILD), dot(x, pairs, dk, DTYPE, BUILD)
