@@ -97,15 +97,19 @@ def _give_back(
     # A loop, not unrolled: its code takes long to compile.
     for n in range(0, rungs(C)):
         decay = decay_of(sum_dot_right(gate, rung(n, C, True), BUILD))
-        dq, dk, shares = _descend(
-            dq, dk, pairs.dqk, pairs.dqk_low, at, q, k, decay, n, DTYPE, BUILD
-        )
+        dq, dk, shares = _descend(dq, dk, pairs.dqk, at, q, k, decay, n, DTYPE, BUILD)
         if BUILD.has_delta:
             dr, dk, more = _descend(
-                dr, dk, pairs.da, None, at, k * beta[None, :], k, decay, n, DTYPE, BUILD
+                dr, dk, pairs.da, at, k * beta[None, :], k, decay, n, DTYPE, BUILD
             )
             shares += more
         passed += sum_dot_right(shares, rung(n, C, False), BUILD)
+    if pairs.dqk_low is not None:
+        # In a loop of its own, so that little is held at a time.
+        for n in range(0, rungs(C)):
+            decay = decay_of(sum_dot_right(gate, rung(n, C, True), BUILD))
+            dq, dk, shares = _descend(dq, dk, pairs.dqk_low, at, q, k, decay, n, DTYPE, BUILD)
+            passed += sum_dot_right(shares, rung(n, C, False), BUILD)
     if BUILD.has_delta:
         dk += dr * beta[None, :]
         dbeta = tl.sum(dr * k, 0)
@@ -151,25 +155,13 @@ def _through_state(
 
 
 @triton.jit
-def _descend(
-    dx, dk, gradients, low, at, x, k, decay, n, DTYPE: tl.constexpr, BUILD: tl.constexpr
-):  # fmt: skip
+def _descend(dx, dk, gradients, at, x, k, decay, n, DTYPE: tl.constexpr, BUILD: tl.constexpr):
     """One rung of the ladder of products of x, q or beta k, and k: its pairs' shares in the
-    gradients of both, added up, and in those of the exponents. gradients: of the products; low:
-    what these are rounded off by, or None."""
-    x_there, k_there = x * decay, k * decay
-    dx_here, dk_here = _share(None, None, gradients, at, x_there, k_there, n, DTYPE, BUILD)
-    if low is not None:
-        dx_here, dk_here = _share(dx_here, dk_here, low, at, x_there, k_there, n, DTYPE, BUILD)
-    dx_here, dk_here = dx_here * decay, dk_here * decay
-    return dx + dx_here, dk + dk_here, x * dx_here + k * dk_here
-
-
-@triton.jit
-def _share(dx, dk, gradients, at, x, k, n, DTYPE: tl.constexpr, BUILD: tl.constexpr):
-    """What a rung's pairs give to both of their steps' factors, added to dx and dk."""
+    gradients of both, added up, and in those of the exponents. gradients: of the products."""
     C: tl.constexpr = BUILD.chunk
     lower, upper = rung_pairs(n, C, False), rung_pairs(n, C, True)
     pairs = tl.where(lower, load_block(gradients, at, 0, 0, C, C, C, C), 0.0)
     pairs_t = tl.where(upper, load_block_transposed(gradients, at, 0, 0, C, C, C, C), 0.0)
-    return dot(k, pairs_t, dx, DTYPE, BUILD), dot(x, pairs, dk, DTYPE, BUILD)
+    dx_here = dot(k * decay, pairs_t, None, DTYPE, BUILD) * decay
+    dk_here = dot(x * decay, pairs, None, DTYPE, BUILD) * decay
+    return dx + dx_here, dk + dk_here, x * dx_here + k * dk_here
