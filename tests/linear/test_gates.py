@@ -163,3 +163,33 @@ def test_rows_that_fp16_barely_holds_are_not_multiplied(op: str, gate: float) ->
     reports = verify_case(CATALOG[case.op], case, "triton")
     failed = [str(report) for report in reports if not report.is_within]
     assert reports and not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("is_strong", [False, True])
+@pytest.mark.parametrize("op", ["gla", "kda"])
+def test_pairs_give_a_gate_more_digits_than_their_dtype_has(op: str, is_strong: bool) -> None:
+    """A head may have few of them, over which roundings of pairs do not average."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int) -> Tensor:
+        drawn = torch.randn(1, D, 2, *shape, generator=generator, device="cpu")
+        return drawn.to(UNDER_TEST.device).bfloat16()
+
+    # One key a step, decays that are powers of two and no state: nothing else is rounded.
+    x = {"q": draw(D), "k": torch.eye(D)[None, :, None].expand(1, D, 2, D), "v": draw(D)}
+    x["k"] = x["k"].bfloat16().contiguous()
+    if op == "kda":
+        x["beta"] = draw().sigmoid()
+    up = draw(D)
+    powers = torch.arange(D)[:, None, None] % 3 + (4 if is_strong else 0)
+    gate = (-math.log(2.0) * powers).expand(1, D, 2, D).contiguous()
+    found = []
+    for backend in ("triton", "reference"):
+        g = gate.double() if backend == "reference" else gate
+        g = g.clone().requires_grad_()
+        wide = {n: t.double() for n, t in x.items()} if backend == "reference" else x
+        out, _ = run(op, {**wide, "g": g}, backend=backend)
+        found.append(torch.autograd.grad(out, g, up.to(out.dtype))[0].double())
+    got, exact = found
+    error = float((got - exact).abs().max() / exact.abs().max())
+    assert error < 2.0**-14, error

@@ -86,8 +86,9 @@ def _plan(dout: Tensor, dstate: Tensor | None, inputs: Inputs, state_wanted: boo
     )
     pairs, made = call.pairs(), (remade.prepared, remade.states, remade.steps)
     call.add_pairs(
-        _chunk_pairs_kernel, call.call, remade.errors, remade.steps, dsteps, upstream, pairs
-    )
+        _chunk_pairs_kernel, call.call, remade.errors, remade.steps, remade.steps_low, dsteps,
+        upstream, pairs,
+    )  # fmt: skip
     given = (call.call, made, pairs, (dstates, dsteps, dtotal), upstream, results)
     if call.gate == 2:
         _add_vector_gradients(call, given)

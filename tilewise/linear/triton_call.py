@@ -130,6 +130,11 @@ class LinearCall:
             lower=self.buffer(C, C, dtype=wide) if vector and delta else None,
         )
 
+    @property
+    def has_low(self) -> bool:
+        """Whether a gate's gradient needs pairs with more digits than the inputs'."""
+        return self.gate == 2 and self.dtype != torch.float32
+
     def _inverse(self) -> Slot:
         if self.dtype == torch.float32:
             return self.buffer(self.chunk, self.chunk)
@@ -139,6 +144,7 @@ class LinearCall:
         C, wide = self.chunk, torch.float32
         return Pairs(
             dqk=self.buffer(C, C),
+            dqk_low=self.buffer(C, C) if self.has_low else None,
             da=self.buffer(C, C) if self.has_delta else None,
             dbeta=self.buffer(C, dtype=wide) if self.has_delta else None,
             dg=self.buffer(C, dtype=wide) if self.gate == 1 else None,

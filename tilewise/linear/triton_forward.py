@@ -52,7 +52,7 @@ def _plan(inputs: Inputs) -> Plan:
     prepared = add_preparing(call)
     call.add_states(
         _states_kernel, call.call, prepared, call.initial, final, call.operand(out), None, None,
-        None,
+        None, None,
     )  # fmt: skip
     return call.plan.finish(out, final)
 
@@ -77,12 +77,14 @@ def add_preparing(call: LinearCall) -> Prepared:
 
 
 class Remade(NamedTuple):
-    """What the backward makes again: see `stages/states.py`. errors: None without a delta rule."""
+    """What the backward makes again: see `stages/states.py`. errors: None without a delta rule.
+    steps_low: what is rounded off its steps, where a vector gate's gradient needs it."""
 
     prepared: Prepared
     states: Slot
     errors: Slot | None
     steps: Slot
+    steps_low: Slot | None
 
 
 def add_remaking(call: LinearCall) -> Remade:
@@ -92,8 +94,9 @@ def add_remaking(call: LinearCall) -> Remade:
     dtype = torch.float32 if call.gate else None
     states, steps = call.buffer(call.D, call.E, dtype=dtype), call.buffer(call.chunk, call.E)
     errors = call.buffer(call.chunk, call.E) if call.has_delta else None
+    low = call.buffer(call.chunk, call.E) if call.has_delta and call.has_low else None
     call.add_states(
         _states_kernel, call.call, prepared, call.initial, None, absent(Operand), states, errors,
-        steps,
+        steps, low,
     )  # fmt: skip
-    return Remade(prepared, states, errors, steps)
+    return Remade(prepared, states, errors, steps, low)

@@ -88,6 +88,9 @@ def _give_back(
     later = tl.sum(tl.where((offs > 0)[None, :], gate, 0.0), 1)
     passed += (whole * decay_of(later))[:, None]
     diagonal = tl.load(pairs.dqk + at * (C * C) + offs * (C + 1)).to(tl.float32)[None, :]
+    if pairs.dqk_low is not None:
+        low = tl.load(pairs.dqk_low + at * (C * C) + offs * (C + 1)).to(tl.float32)
+        diagonal += low[None, :]
     dq += diagonal * k
     dk += dk_seen + diagonal * q
     dr = tl.zeros((BLOCK, C), tl.float32)
@@ -101,6 +104,12 @@ def _give_back(
             )
             shares += more
         passed += sum_dot_right(shares, rung(n, C, False), BUILD)
+    if pairs.dqk_low is not None:
+        # In a loop of its own, so that little is held at a time.
+        for n in range(0, rungs(C)):
+            decay = decay_of(sum_dot_right(gate, rung(n, C, True), BUILD))
+            dq, dk, shares = _descend(dq, dk, pairs.dqk_low, at, q, k, decay, n, DTYPE, BUILD)
+            passed += sum_dot_right(shares, rung(n, C, False), BUILD)
     if BUILD.has_delta:
         dk += dr * beta[None, :]
         dbeta = tl.sum(dr * k, 0)

@@ -98,6 +98,7 @@ def _by_middle(
     # What a pair gives to both of its steps' exponents, of the same factors: it cancels for gates
     # on one side of both, and of a step with itself for all.
     far = _apply(load_block(pairs.dqk, at, 0, 0, C, C, C, C), y, None, DTYPE, BUILD)
+    far = dot(load_block(pairs.dqk_low, at, 0, 0, C, C, C, C), y, far, DTYPE, BUILD)
     near = _read_by_q(dout, states, where, DTYPE, BUILD) * (reached * call.scale)
     passed = x * (near + far)
     dq = (near + far) * after
@@ -105,6 +106,8 @@ def _by_middle(
     dbeta = tl.zeros((C,), tl.float32)
     pairs_t = load_block_transposed(pairs.dqk, at, 0, 0, C, C, C, C)
     far = _apply(pairs_t, x, None, DTYPE, BUILD)
+    pairs_t = load_block_transposed(pairs.dqk_low, at, 0, 0, C, C, C, C)
+    far = dot(pairs_t, x, far, DTYPE, BUILD)
     if BUILD.has_delta:
         x = k.to(tl.float32) * after
         rows = x * beta[:, None]

@@ -23,13 +23,16 @@ from .tiles import (
     load_columns,
     load_numbers,
     load_rows,
+    narrow,
     store_block,
 )
 
 
 @triton.jit
-def _chunk_pairs_kernel(call, errors, steps, dsteps, dout, out, BUILD: tl.constexpr):
-    """out: a `structs.Pairs`."""
+def _chunk_pairs_kernel(
+    call, errors, steps, steps_low, dsteps, dout, out, BUILD: tl.constexpr
+):  # fmt: skip
+    """out: a `structs.Pairs`. steps_low: as there dqk_low, of a delta rule's d, or None."""
     C: tl.constexpr = BUILD.chunk
     E: tl.constexpr = BUILD.value_dim
     BLOCK: tl.constexpr = BUILD.block_e
@@ -51,6 +54,9 @@ def _chunk_pairs_kernel(call, errors, steps, dsteps, dout, out, BUILD: tl.conste
         else:
             d_columns = load_columns(call.v, row, first, count, head, e0, C, BLOCK, E)
         dqk = dot(do, d_columns, dqk, DTYPE, BUILD)
+        if steps_low is not None:
+            low_columns = load_block_transposed(steps_low, at, 0, e0, C, BLOCK, C, E)
+            dqk = dot(do, low_columns, dqk, DTYPE, BUILD)
     dqk = tl.where(i >= j, dqk, 0.0) * call.scale
     da = tl.where(i > j, -da, 0.0)
     if BUILD.gate == SCALAR_GATE:
@@ -58,6 +64,9 @@ def _chunk_pairs_kernel(call, errors, steps, dsteps, dout, out, BUILD: tl.conste
         decay = pair_decay(g, C)
         dqk, da = dqk * decay, da * decay
     store_block(out.dqk, at, 0, 0, dqk, C, C, C, C, BUILD)
+    if out.dqk_low is not None:
+        low = dqk - narrow(dqk, DTYPE, BUILD).to(tl.float32)
+        store_block(out.dqk_low, at, 0, 0, low, C, C, C, C, BUILD)
     if BUILD.has_delta:
         store_block(out.da, at, 0, 0, da, C, C, C, C, BUILD)
         tl.store(out.dbeta + at * C + offs, dbeta)

@@ -30,11 +30,12 @@ from .tiles import (
 
 @triton.jit
 def _states_kernel(
-    call, prepared, initial, final, out, states, errors, steps,
+    call, prepared, initial, final, out, states, errors, steps, steps_low,
     FULL_D: tl.constexpr, BLOCK_E: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
     """initial: None for zeros; final: None where no one asks. out: where the outputs go, or a
-    pointer None. By slot and head, or None: states `[D, E]`, errors and steps (e, d) `[C, E]`."""
+    pointer None. By slot and head, or None: states `[D, E]`, errors and steps (e, d) `[C, E]`,
+    and what is rounded off steps."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     E: tl.constexpr = BUILD.value_dim
@@ -78,6 +79,9 @@ def _states_kernel(
             d = apply_inverse(prepared.inverse, at, d, False, DTYPE, BUILD)
         if steps is not None:
             store_block(steps, at, 0, e0, d, C, BLOCK_E, C, E, BUILD)
+        if steps_low is not None:
+            low = d - narrow(d, DTYPE, BUILD).to(tl.float32)
+            store_block(steps_low, at, 0, e0, low, C, BLOCK_E, C, E, BUILD)
         if out.ptr is not None:
             if BUILD.gate == VECTOR_GATE:
                 reader = load_block(prepared.q, at, 0, 0, C, FULL_D, C, D)

@@ -74,10 +74,12 @@ class Pairs(NamedTuple):
     """Gradients of each chunk's pairs, by slot and head; None where an op has none.
 
     dqk, da `[C, C]`: of the products of q and k, with the scale, and of A / beta, both with a
-    scalar gate's decay. dbeta, dg `[C]`: fp32, what beta and a scalar gate get of them.
+    scalar gate's decay; dqk_low: what dqk is rounded off by, of a vector gate in 16 bits, whose
+    gradient would be off by it. dbeta, dg `[C]`: fp32, what beta and a scalar gate get of them.
     """
 
     dqk: Any
+    dqk_low: Any
     da: Any
     dbeta: Any
     dg: Any
