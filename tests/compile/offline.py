@@ -89,10 +89,11 @@ def recorded(architecture: str) -> Iterator[list[Launch]]:
     def record(kernel: Any, grid: tuple[int, ...], config: Config, arguments: Any) -> None:
         records.append(Launch(kernel, config, tuple(arguments)))
 
-    was = launching._run, launching._gpu_architecture
+    was = launching._run, launching._gpu_architecture, launching._gpu_multiprocessors
     problems = choice.triton_problem, choice.hopper_problem, hopper_call._multiprocessors
     launching._run = record
     launching._gpu_architecture = lambda device: architecture
+    launching._gpu_multiprocessors = lambda device: 132
     choice.triton_problem = lambda device: ""
     choice.hopper_problem = lambda device: "" if architecture == "sm_90" else "needs sm_90"
     hopper_call._multiprocessors = lambda device: 132
@@ -105,7 +106,7 @@ def recorded(architecture: str) -> Iterator[list[Launch]]:
     finally:
         for found in kept:
             found.clear()
-        launching._run, launching._gpu_architecture = was
+        launching._run, launching._gpu_architecture, launching._gpu_multiprocessors = was
         choice.triton_problem, choice.hopper_problem, hopper_call._multiprocessors = problems
 
 

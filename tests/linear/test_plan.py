@@ -65,6 +65,7 @@ class Stub:
         monkeypatch.setattr(plan.Plan, "_trusted", lambda self, x: x.config)
         monkeypatch.setattr(choice, "triton_problem", lambda device: "")
         monkeypatch.setattr(launching, "_gpu_architecture", lambda device: "sm_90")
+        monkeypatch.setattr(launching, "_gpu_multiprocessors", lambda device: 132)
 
     def take(self) -> tuple[list[Any], list[Any]]:
         found = self.first, self.again

@@ -59,6 +59,16 @@ def _gpu_architecture(device: torch.device) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
+def multiprocessors_of(device: torch.device) -> int:
+    """How many a GPU has; 1 in the interpreter, which runs a program at a time."""
+    return 1 if is_interpreted() else _gpu_multiprocessors(device)
+
+
+@lru_cache(maxsize=64)
+def _gpu_multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 class Launch(NamedTuple):
     """A launch to be made.
 
