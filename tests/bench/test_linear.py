@@ -138,7 +138,11 @@ def test_the_grids_of_a_gpu_hold_what_is_promised() -> None:
     gpu = torch.device("cuda")
     found = shapes.cells(gpu)
     assert {cell.grid for cell in found} == set(shapes.GRIDS)
-    assert [c.M for c in found if c.grid == "length"] == [16384, 32768, 65536, 131072]
+    long = [c for c in found if c.grid == "length"]
+    assert [c.M for c in long if c.H == 32] == [16384, 32768, 65536, 131072]
+    assert [(c.op, c.M) for c in long if c.H == 8] == [
+        (op, m) for op in ("simple_gla", "gla") for m in (32768, 131072)
+    ]
     assert {c.B * c.M for c in found if c.grid == "crossover"} == {32768}
     assert {c.op for c in found if c.grid == "ops"} == set(shapes.OPS)
     only = shapes.cells(gpu, ("decode",))

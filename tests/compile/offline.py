@@ -25,6 +25,7 @@ from tilewise.dense import choice, hopper_call, warm
 from tilewise.kernels import launch as launching
 from tilewise.kernels.launch import Config, compiler_options
 from tilewise.linear import plan as linear_plan
+from tilewise.linear import triton_call as linear_call
 from tilewise.linear import warm as linear_warm
 from tilewise.linear.machine_code import loses_an_operand
 
@@ -90,12 +91,14 @@ def recorded(architecture: str) -> Iterator[list[Launch]]:
         records.append(Launch(kernel, config, tuple(arguments)))
 
     was = launching._run, launching._gpu_architecture
-    problems = choice.triton_problem, choice.hopper_problem, hopper_call._multiprocessors
+    problems = choice.triton_problem, choice.hopper_problem
+    counted = hopper_call._multiprocessors, linear_call._multiprocessors
     launching._run = record
     launching._gpu_architecture = lambda device: architecture
     choice.triton_problem = lambda device: ""
     choice.hopper_problem = lambda device: "" if architecture == "sm_90" else "needs sm_90"
     hopper_call._multiprocessors = lambda device: 132
+    linear_call._multiprocessors = lambda device: 132
     # What is kept of a call belongs to the device that it ran on.
     kept: list[dict[Any, Any]] = [warm._kept, linear_warm._kept, linear_plan._plans]
     for found in kept:
@@ -106,7 +109,8 @@ def recorded(architecture: str) -> Iterator[list[Launch]]:
         for found in kept:
             found.clear()
         launching._run, launching._gpu_architecture = was
-        choice.triton_problem, choice.hopper_problem, hopper_call._multiprocessors = problems
+        choice.triton_problem, choice.hopper_problem = problems
+        hopper_call._multiprocessors, linear_call._multiprocessors = counted
 
 
 def compile_call(call: Callable[[], Any], architecture: str, part: str = "") -> list[Compiled]:

@@ -12,7 +12,7 @@ import torch
 
 from tests.compile.offline import TARGETS, compile_call
 from tilewise import linear
-from tilewise.linear import choice
+from tilewise.linear import choice, triton_call
 
 STAGES = {"states", "states_bwd", "chunk_pairs", "sum_parts"}
 # op, D and E, dtype, packed, target: every gate, with and without a delta rule. What takes long to
@@ -32,7 +32,7 @@ VARIANTS = [
 SPILLS = {
     "chunk_prepare": 140, "chunk_prepare_vector": 120, "chunk_prepare_ladder": 140,
     "chunk_invert": 0, "states": 200, "states_bwd": 200, "chunk_pairs": 16, "chunk_gradients": 60,
-    "chunk_middle": 400, "chunk_ladder": 320, "sum_parts": 0,
+    "chunk_middle": 400, "chunk_ladder": 320, "sum_parts": 0, "segments": 0,
 }  # fmt: skip
 
 
@@ -76,3 +76,31 @@ def test_stages_compile_and_fit(
         assert x.mma or x.name == "sum_parts", f"{x}: products run on no matrix unit"
         if target == "sm_90":
             assert x.spills <= SPILLS[x.name], x
+
+
+@pytest.mark.parametrize(
+    ("op", "D", "dtype", "packed", "target"),
+    [
+        ("simple_gla", 128, torch.bfloat16, False, "sm_90"),
+        ("gla", 128, torch.bfloat16, True, "sm_90"),
+        ("linear_attention", 64, torch.float32, True, "sm_80"),
+        ("gla", 256, torch.float16, False, "gfx942"),
+    ],
+)
+def test_passes_over_segments_compile_and_fit(
+    op: str, D: int, dtype: torch.dtype, packed: bool, target: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(choice, "triton_problem", lambda device: "")
+    monkeypatch.setattr(triton_call, "count_segments", lambda *sizes: 3)
+    for part, names in (
+        ("segments", ["segments"] * 2),
+        ("states", ["states", "states", "states_bwd"]),
+    ):
+        found = compile_call(lambda: call(op, D, dtype, packed), target, part)
+        assert [x.name for x in found] == names
+        for x in found:
+            assert x.shared_bytes <= TARGETS[target].shared_kib * 1024, x
+            assert x.mma, f"{x}: products run on no matrix unit"
+            if target == "sm_90":
+                assert x.spills <= SPILLS[x.name], x

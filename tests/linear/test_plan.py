@@ -44,7 +44,7 @@ class Stub:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from tilewise.kernels import launch as launching
-        from tilewise.linear import plan
+        from tilewise.linear import plan, triton_call
 
         self.first: list[tuple[Any, ...]] = []
         self.again: list[tuple[Any, ...]] = []
@@ -65,6 +65,7 @@ class Stub:
         monkeypatch.setattr(plan.Plan, "_trusted", lambda self, x: x.config)
         monkeypatch.setattr(choice, "triton_problem", lambda device: "")
         monkeypatch.setattr(launching, "_gpu_architecture", lambda device: "sm_90")
+        monkeypatch.setattr(triton_call, "_multiprocessors", lambda device: 132)
 
     def take(self) -> tuple[list[Any], list[Any]]:
         found = self.first, self.again

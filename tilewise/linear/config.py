@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ FEW_WARPS = 2
 FP32_CHUNK = 32
 # With 227 KiB of shared memory.
 _LARGE_SHARED = ("sm_90", "sm_100", "sm_103")
+
+# What one launch more takes, in chunks' time.
+_MORE_LAUNCHES = 4
 
 
 class Key(NamedTuple):
@@ -99,6 +103,17 @@ def stage_config(key: Key) -> StageConfig:
         CHUNK, block_d, block_e, pairs_e, gradients_d, prepare, pairs, gradients, slice_e, states,
         weak_prepare, weak_gradients,
     )  # fmt: skip
+
+
+def count_segments(programs: int, n_chunks: int, processors: int) -> int:
+    """Into how many segments the passes over states cut each sequence, so that as many programs
+    as multiprocessors run; 1 where that takes no less time. programs: of whole sequences."""
+    # The first pass over a segment is counted as if it did as much as the second. A program then
+    # reads what each segment before its own makes of a state: a chunk's time for each.
+    n = min(processors // max(1, programs), math.isqrt(2 * n_chunks))
+    if programs == 0 or n < 2:
+        return 1
+    return n if 2 * -(-n_chunks // n) + n + _MORE_LAUNCHES < n_chunks else 1
 
 
 def _wide_config(key: Key) -> StageConfig:

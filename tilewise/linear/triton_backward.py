@@ -63,9 +63,12 @@ def _plan(dout: Tensor, dstate: Tensor | None, inputs: Inputs, state_wanted: boo
         dtotal = call.buffer(call.n_slices, width, dtype=torch.float32)
     dv = call.new_rows(inputs.v.shape, call.dtype)
     dinitial = call.new_state() if state_wanted else None
+    segments = call.add_segments(
+        remade.prepared, upstream, remade.segments.decays, is_reversed=True
+    )
     call.add_states(
-        _states_bwd_kernel, call.call, remade.prepared, remade.states, upstream, dfinal, dinitial,
-        call.operand(dv), dstates, dsteps, dtotal,
+        _states_bwd_kernel, call.call, remade.prepared, segments, remade.states, upstream, dfinal,
+        dinitial, call.operand(dv), dstates, dsteps, dtotal,
     )  # fmt: skip
     # One of its own for each value head: heads that share q and k are summed up in fp32.
     heads = (*call.rows_shape, call.D)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 from ..kernels.launch import Config, architecture_of
 from ..kernels.structs import Operand, absent, code
 from .chunks import chunk_table
-from .config import Key, power_of_two, stage_config
+from .config import Key, count_segments, power_of_two, stage_config
 from .forms import form_of
 from .inputs import Inputs
 from .plan import Plan, Slot
-from .stages.structs import Build, Call, Pairs, Place, Prepared
+from .stages.segments import _segments_kernel
+from .stages.structs import Build, Call, Pairs, Place, Prepared, Segments
 
 # Between tokens: a tile's offsets have 32 bits.
 _WIDEST_STRIDE = 2**31 // 64 - 1024
@@ -95,6 +96,18 @@ class LinearCall:
         """Programs that share a head's state."""
         return -(-self.E // self.config.slice_e)
 
+    @cached_property
+    def n_segments(self) -> int:
+        """Into which each sequence is cut. What one does to a state is a matrix under a delta rule,
+        which costs more to make than it saves but for very few heads: those are whole."""
+        if self.has_delta:
+            return 1
+        n_chunks = self.slots // max(1, self.B)
+        # The interpreter runs a program at a time.
+        device, is_alone = self.plan.device, architecture_of(self.plan.device) == "interpreter"
+        processors = 1 if is_alone else _multiprocessors(device)
+        return count_segments(self.B * self.H * self.n_slices, n_chunks, processors)
+
     def buffer(self, *shape: int, dtype: torch.dtype | None = None) -> Slot:
         return self.plan.buffer((self.slots, self.H, *shape), dtype or self.dtype)
 
@@ -164,10 +177,27 @@ class LinearCall:
         build = self.build._replace(block_e=self.config.pairs_e)
         self.plan.add(kernel, self.slots * self.H, self.config.pairs, (*arguments, build))
 
+    def add_segments(
+        self, prepared: Prepared, rows: Operand, decays: Slot | None = None, *,
+        is_reversed: bool = False,
+    ) -> Segments:  # fmt: skip
+        """To be run: what segments make of a state, or, reversed and with the decays known, of its
+        gradient. Nothing where sequences are whole."""
+        if self.n_segments == 1:
+            return absent(Segments)
+        parts = self.B, self.n_segments, self.H
+        states = self.plan.buffer((*parts, self.D, self.E), torch.float32)
+        if self.gate and not is_reversed:
+            width = self.D if self.gate == 2 else 1
+            decays = self.plan.buffer((*parts, width), torch.float32)
+        segments = Segments(code(self.n_segments), states, decays)
+        self.add_states(_segments_kernel, self.call, prepared, rows, segments, is_reversed)
+        return segments
+
     def add_states(self, kernel: Any, *arguments: Any) -> None:
-        """To be run: a program for each sequence, head and slice of E."""
+        """To be run: a program for each sequence, segment of it, head and slice of E."""
         tiles = power_of_two(self.D), self.config.slice_e, self.build
-        programs = self.B * self.H * self.n_slices
+        programs = self.B * self.n_segments * self.H * self.n_slices
         self.plan.add(kernel, programs, self.config.states, (*arguments, *tiles))
 
     def add_gradients(self, kernel: Any, *arguments: Any) -> None:
@@ -175,6 +205,11 @@ class LinearCall:
         build = self.build._replace(block_d=self.config.gradients_d)
         programs = self.slots * self.H * self.n_blocks
         self.plan.add(kernel, programs, self.config.gradients, (*arguments, build))
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _key_of(inputs: Inputs, architecture: str) -> Key:

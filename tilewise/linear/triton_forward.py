@@ -17,7 +17,7 @@ from .stages.prepare_ladder import _chunk_prepare_ladder_kernel
 from .stages.prepare_vector import _chunk_prepare_vector_kernel
 from .stages.solve import _chunk_invert_kernel
 from .stages.states import _states_kernel
-from .stages.structs import Prepared
+from .stages.structs import Prepared, Segments
 from .triton_call import LinearCall, fit_inputs, forms_of, given_by
 
 
@@ -50,9 +50,10 @@ def _plan(inputs: Inputs) -> Plan:
     call = LinearCall(inputs)
     out, final = call.new_rows(inputs.v.shape, call.dtype), call.new_state()
     prepared = add_preparing(call)
+    segments = call.add_segments(prepared, call.operand(call.v))
     call.add_states(
-        _states_kernel, call.call, prepared, call.initial, final, call.operand(out), None, None,
-        None, None,
+        _states_kernel, call.call, prepared, segments, call.initial, final, call.operand(out),
+        None, None, None, None,
     )  # fmt: skip
     return call.plan.finish(out, final)
 
@@ -81,6 +82,7 @@ class Remade(NamedTuple):
     steps_low: what is rounded off its steps, where a vector gate's gradient needs it."""
 
     prepared: Prepared
+    segments: Segments
     states: Slot
     errors: Slot | None
     steps: Slot
@@ -95,8 +97,9 @@ def add_remaking(call: LinearCall) -> Remade:
     states, steps = call.buffer(call.D, call.E, dtype=dtype), call.buffer(call.chunk, call.E)
     errors = call.buffer(call.chunk, call.E) if call.has_delta else None
     low = call.buffer(call.chunk, call.E) if call.has_delta and call.has_low else None
+    segments = call.add_segments(prepared, call.operand(call.v))
     call.add_states(
-        _states_kernel, call.call, prepared, call.initial, None, absent(Operand), states, errors,
-        steps, low,
+        _states_kernel, call.call, prepared, segments, call.initial, None, absent(Operand), states,
+        errors, steps, low,
     )  # fmt: skip
-    return Remade(prepared, states, errors, steps, low)
+    return Remade(prepared, segments, states, errors, steps, low)

@@ -124,9 +124,12 @@ def _usual_cells() -> list[Cell]:
         Cell("decode", gdn, 64, 1, 16, 32, 128),
         Cell("decode", "kda", 64, 1, 32, 32, 128),
         *(Cell("length", gdn, 1, 1024 * n, 16, 32, 128) for n in (16, 32, 64, 128)),
+        # So few heads that sequences are cut into segments.
+        *(Cell("length", op, 1, 1024 * n, 8, 8, 128) for op in _FEW_HEADS for n in (32, 128)),
         *(Cell("crossover", gdn, 32768 // m, m, 16, 16, 128) for m in _CROSSOVER),
     ]
 
 
+_FEW_HEADS = ("simple_gla", "gla")
 # The same tokens in all, from where dense attention is sure to be faster on.
 _CROSSOVER = (512, 1024, 2048, 4096, 8192, 16384, 32768)

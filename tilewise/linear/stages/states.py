@@ -1,7 +1,8 @@
-"""The pass over states: one program carries a slice of a head's state through its sequence.
+"""The pass over states: one program carries a slice of a head's state through its sequence, or
+through a segment of it.
 
 Dims: S `[D, E]` fp32, a program has all of D and BLOCK_E of E.
-Grid: sequences x value heads x slices of E.
+Grid: sequences x segments, where they are cut (`segments.py`), x value heads x slices of E.
 Math: e = v - k S, d = inverse (beta e); d = v without a delta rule; o = q S + scores d;
     S' = total S + k^T d, with S decayed by the chunk's first step already. q and the k of e are
     decayed from that step, the k of S' to the last. In the forward o is made here and no state is
@@ -15,8 +16,9 @@ import triton.language as tl
 
 from ...kernels.structs import decode
 from .factors import load_factors
+from .segments import pass_segments
 from .solve import apply_inverse
-from .structs import SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slice, locate_slot
+from .structs import SCALAR_GATE, VECTOR_GATE, is_last, locate_segment, locate_slice, locate_slot
 from .tiles import (
     dot,
     load_block,
@@ -30,31 +32,35 @@ from .tiles import (
 
 @triton.jit
 def _states_kernel(
-    call, prepared, initial, final, out, states, errors, steps, steps_low,
+    call, prepared, segments, initial, final, out, states, errors, steps, steps_low,
     FULL_D: tl.constexpr, BLOCK_E: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
-    """initial: None for zeros; final: None where no one asks. out: where the outputs go, or a
-    pointer None. By slot and head, or None: states `[D, E]`, errors and steps (e, d) `[C, E]`,
-    and what is rounded off steps."""
+    """segments: what each makes of a state. initial: None for zeros; final: None where no one asks.
+    out: where the outputs go, or a pointer None. By slot and head, or None: states `[D, E]`, errors
+    and steps (e, d) `[C, E]`, and what is rounded off steps."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     E: tl.constexpr = BUILD.value_dim
     DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
     H = decode(call.place.H)
-    e0, head, sequence, qk_head = locate_slice(call.place, tl.program_id(0), BLOCK_E, BUILD)
+    e0, head, part, qk_head = locate_slice(call.place, tl.program_id(0), BLOCK_E, BUILD)
+    sequence, segment, begin, end = locate_segment(call.place, segments, part)
     index = (sequence * H + head).to(tl.int64)
     state = tl.zeros((FULL_D, BLOCK_E), tl.float32)
     if initial is not None:
         state += load_block(initial, index, 0, e0, FULL_D, BLOCK_E, D, E)
-    n_chunks = count_chunks(call.place, sequence)
-    beta, reached, left, entry, total = load_factors(
-        call, prepared, sequence, head, 0, n_chunks, FULL_D, BUILD
-    )
-    for n in range(0, n_chunks):
-        next_beta, next_reached, next_left, next_entry, next_total = load_factors(
-            call, prepared, sequence, head, n + 1, n_chunks, FULL_D, BUILD
+    if segments.count is not None:
+        state = pass_segments(
+            state, call, segments, sequence, head, 0, segment, e0, False, FULL_D, BLOCK_E, BUILD
         )
-        slot, row, first, count = locate_slot(call.place, sequence, n, n < n_chunks, C)
+    beta, reached, left, entry, total = load_factors(
+        call, prepared, sequence, head, begin, end, FULL_D, BUILD
+    )
+    for n in range(begin, end):
+        next_beta, next_reached, next_left, next_entry, next_total = load_factors(
+            call, prepared, sequence, head, n + 1, end, FULL_D, BUILD
+        )
+        slot, row, first, count = locate_slot(call.place, sequence, n, n < end, C)
         at = slot.to(tl.int64) * H + head
         if BUILD.gate == VECTOR_GATE:
             state *= entry[:, None]
@@ -103,7 +109,9 @@ def _states_kernel(
         beta, reached, left = next_beta, next_reached, next_left
         entry, total = next_entry, next_total
     if final is not None:
-        store_block(final, index, 0, e0, state, FULL_D, BLOCK_E, D, E, BUILD)
+        ends_here = is_last(segments, segment)
+        if ends_here:
+            store_block(final, index, 0, e0, state, FULL_D, BLOCK_E, D, E, BUILD)
 
 
 @triton.jit

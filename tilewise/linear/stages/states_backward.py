@@ -1,4 +1,5 @@
-"""The pass over states backwards: one program carries a slice of the gradient of a head's state.
+"""The pass over states backwards: one program carries a slice of the gradient of a head's state
+through its sequence, or through a segment of it.
 
 Dims, Grid: as `states.py`.
 Math: with dS' the gradient of the state at a chunk's end and do that of the output,
@@ -16,8 +17,9 @@ import triton.language as tl
 
 from ...kernels.structs import decode
 from .factors import load_factors
+from .segments import pass_segments
 from .solve import apply_inverse
-from .structs import NO_GATE, SCALAR_GATE, VECTOR_GATE, count_chunks, locate_slice, locate_slot
+from .structs import NO_GATE, SCALAR_GATE, VECTOR_GATE, locate_segment, locate_slice, locate_slot
 from .tiles import (
     dot,
     load_block,
@@ -32,33 +34,38 @@ from .tiles import (
 
 @triton.jit
 def _states_bwd_kernel(
-    call, prepared, states, dout, dfinal, dinitial, dv, dstates, dsteps, dtotal,
+    call, prepared, segments, states, dout, dfinal, dinitial, dv, dstates, dsteps, dtotal,
     FULL_D: tl.constexpr, BLOCK_E: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
-    """dfinal: None for zeros; dinitial: None where no one asks. By slot and head: dstates (dS')
-    `[D, E]`, dsteps (y of a delta rule) `[C, E]` and dtotal `[slices, D or 1]`, the gradient of a
-    whole chunk's decay."""
+    """segments: what each makes of a gradient. dfinal: None for zeros; dinitial: None where no one
+    asks. By slot and head: dstates (dS') `[D, E]`, dsteps (y of a delta rule) `[C, E]` and dtotal
+    `[slices, D or 1]`, the gradient of a whole chunk's decay."""
     C: tl.constexpr = BUILD.chunk
     D: tl.constexpr = BUILD.dim
     E: tl.constexpr = BUILD.value_dim
     DTYPE: tl.constexpr = call.q.ptr.dtype.element_ty
     SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     H = decode(call.place.H)
-    e0, head, sequence, qk_head = locate_slice(call.place, tl.program_id(0), BLOCK_E, BUILD)
+    e0, head, part, qk_head = locate_slice(call.place, tl.program_id(0), BLOCK_E, BUILD)
+    sequence, segment, begin, end = locate_segment(call.place, segments, part)
     index = (sequence * H + head).to(tl.int64)
     dstate = tl.zeros((FULL_D, BLOCK_E), tl.float32)
     if dfinal is not None:
         dstate += load_block(dfinal, index, 0, e0, FULL_D, BLOCK_E, D, E)
-    n_chunks = count_chunks(call.place, sequence)
+    if segments.count is not None:
+        dstate = pass_segments(
+            dstate, call, segments, sequence, head, segment + 1, decode(segments.count), e0, True,
+            FULL_D, BLOCK_E, BUILD,
+        )  # fmt: skip
     beta, reached, left, entry, total = load_factors(
-        call, prepared, sequence, head, n_chunks - 1, n_chunks, FULL_D, BUILD
+        call, prepared, sequence, head, end - 1, end, FULL_D, BUILD
     )
-    for backwards in range(0, n_chunks):
-        n = n_chunks - 1 - backwards
+    for backwards in range(begin, end):
+        n = begin + end - 1 - backwards
         next_beta, next_reached, next_left, next_entry, next_total = load_factors(
-            call, prepared, sequence, head, n - 1, n_chunks, FULL_D, BUILD
+            call, prepared, sequence, head, n - 1, end, FULL_D, BUILD
         )
-        slot, row, first, count = locate_slot(call.place, sequence, n, n >= 0, C)
+        slot, row, first, count = locate_slot(call.place, sequence, n, n >= begin, C)
         at = slot.to(tl.int64) * H + head
         if BUILD.gate != NO_GATE:
             # Needed late, and on its way by then.
@@ -111,4 +118,6 @@ def _states_bwd_kernel(
         beta, reached, left = next_beta, next_reached, next_left
         entry, total = next_entry, next_total
     if dinitial is not None:
-        store_block(dinitial, index, 0, e0, dstate, FULL_D, BLOCK_E, D, E, BUILD)
+        begins_here = segment == 0
+        if begins_here:
+            store_block(dinitial, index, 0, e0, dstate, FULL_D, BLOCK_E, D, E, BUILD)

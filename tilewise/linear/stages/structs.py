@@ -70,6 +70,20 @@ class Prepared(NamedTuple):
     lower: Any
 
 
+class Segments(NamedTuple):
+    """Parts of each sequence, of as many chunks each, over which the passes over states run side
+    by side (`segments.py`). None where sequences are whole.
+
+    count: of a sequence, coded. states `[sequences, count, H, D, E]`, decays `[.., D or 1]`, fp32:
+    what each makes of a state of 0, and what is left after it of a state of 1; of gradients what
+    stands before it is made of what stands after. No gate has no decays.
+    """
+
+    count: Any
+    states: Any
+    decays: Any
+
+
 class Pairs(NamedTuple):
     """Gradients of each chunk's pairs, by slot and head; None where an op has none.
 
@@ -144,9 +158,33 @@ def count_chunks(place, row):
 
 
 @triton.jit
+def locate_segment(place, segments, part):
+    """Of a part of a sequence: the sequence, which of its segments it is, its first chunk, and the
+    one after its last. Some of a short sequence are empty."""
+    if segments.count is None:
+        return part, part * 0, part * 0, count_chunks(place, part)
+    else:
+        count = decode(segments.count)
+        sequence, segment = part // count, part % count
+        n_chunks = count_chunks(place, sequence)
+        length = tl.cdiv(n_chunks, count)
+        begin = tl.minimum(segment * length, n_chunks)
+        return sequence, segment, begin, tl.minimum(begin + length, n_chunks)
+
+
+@triton.jit
+def is_last(segments, segment):
+    """Of a sequence. A whole one is its only segment."""
+    if segments.count is None:
+        return segment == 0
+    else:
+        return segment == decode(segments.count) - 1
+
+
+@triton.jit
 def locate_slice(place, pid, BLOCK_E: tl.constexpr, BUILD: tl.constexpr):
-    """Of a program that has all of D and a slice of E: its first column, its head, its sequence and
-    its head of q and k. How many slices there are is known to the host too."""
+    """Of a program that has all of D and a slice of E: its first column, its head, its sequence (or
+    part of one) and its head of q and k. How many slices there are is known to the host too."""
     SLICES: tl.constexpr = (BUILD.value_dim + BLOCK_E - 1) // BLOCK_E
     H = decode(place.H)
     head = (pid // SLICES) % H
