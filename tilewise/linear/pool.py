@@ -19,6 +19,7 @@ from ..core.shapes import (
     check_shapes,
     is_read,
 )
+from . import choice
 from .checks import check_heads, check_scale
 from .inputs import Inputs
 from .ops import library
@@ -71,7 +72,8 @@ def decode(
         raise NotImplementedError(f"decode: backend 'triton' {problem}; use backend='tiled'.")
     name = backend
     if backend == "auto":
-        name = "tiled" if problem or q.device.type == "cpu" else "triton"
+        is_left = problem or not choice.AUTO_TAKES_TRITON or q.device.type == "cpu"
+        name = "tiled" if is_left else "triton"
     with torch.no_grad():
         out: Tensor = torch.ops.tilewise.linear_decode(
             pool, q, k, v, g, beta, slots, slots if write_slots is None else write_slots, scale,

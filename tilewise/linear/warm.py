@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.observed import is_observed
+from . import choice
 from .forms import form_of
 from .inputs import Inputs
 
@@ -55,7 +56,7 @@ def _key_of(given: tuple[Any, ...], scale: Any, backend: str, has_vector_gate: b
         return None
     if torch.compiler.is_compiling() or is_observed():
         return None
-    forms: list[Any] = [scale, backend, has_vector_gate]
+    forms: list[Any] = [scale, backend, has_vector_gate, choice.AUTO_TAKES_TRITON]
     for x in given:
         # A tensor of another kind, or one whose numbers are not what its memory holds.
         if x is not None and (
