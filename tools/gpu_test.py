@@ -120,10 +120,14 @@ def find_unverified(root: Path) -> list[str]:
     record, changed = read_record(root / RECORD), set()
     for area in AREAS:
         stored = record.get(area, {}).get("sources", {})
-        here = hash_sources(root, area)
-        names = (stored.keys() | here.keys()) - {"all"}
-        changed |= {name for name in names if stored.get(name) != here.get(name)}
+        changed |= find_changed(stored, hash_sources(root, area))
     return sorted(changed)
+
+
+def find_changed(before: dict[str, str], now: dict[str, str]) -> set[str]:
+    """Sources that are not as they were, gone and new ones included."""
+    names = (before.keys() | now.keys()) - {"all"}
+    return {name for name in names if before.get(name) != now.get(name)}
 
 
 def read_excuses(root: Path) -> dict[str, str]:
@@ -226,12 +230,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, tests, verified = _run_again(areas, arguments.workers, logs)
     else:
         code, tests, verified = _run_all(areas, arguments.workers, logs)
-        write_run(logs, sources, verified)
+        # A run that was cut short reports no test that it did not reach.
+        if code in (0, 1):
+            write_run(logs, sources, verified)
     seconds = time.monotonic() - start
-    n_passed, n_failed = (
-        sum(len(x) for x in names)
-        for names in ([x.passed for x in tests.values()], [x.failed for x in tests.values()])
-    )
+    n_passed = sum(len(x.passed) for x in tests.values())
+    n_failed = sum(len(x.failed) for x in tests.values())
     print(f"{n_passed} passed, {n_failed} failed, {seconds:.0f} s in all.")
     # That tests failed is said of the areas that they are of; anything else is of all.
     code = 0 if code == 1 and n_failed else code
@@ -288,8 +292,7 @@ def describe_change(logs: Path, sources: dict[str, dict[str, str]], areas: Seque
     for area in areas:
         if area not in known:
             return f"gpu-test: --again: the run in {logs} was not of {area}."
-        names = known[area].keys() | sources[area].keys()
-        changed = sorted(x for x in names - {"all"} if known[area].get(x) != sources[area].get(x))
+        changed = sorted(find_changed(known[area], sources[area]))
         if changed:
             return f"gpu-test: --again: {', '.join(changed)} changed, so all of {area} has to run."
     return ""

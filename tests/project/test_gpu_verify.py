@@ -202,6 +202,26 @@ def test_tests_run_again_where_no_kernel_changed(checkout: Path, tmp_path: Path)
     assert "tilewise/dense/config.py changed, so all of dense has to run" in describe("dense")
 
 
+@pytest.mark.parametrize(("code", "is_kept"), [(0, True), (1, True), (2, False), (-9, False)])
+def test_a_run_that_was_cut_short_is_none_to_go_on_with(
+    code: int, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests that it did not reach would count as neither failed nor missing."""
+
+    def run_all(areas: Any, *_: Any) -> Any:
+        return code, {area: gpu_test.Tests(failed=["x::test"]) for area in areas}, {"dense": [ROWS]}
+
+    monkeypatch.setattr(gpu_test, "_describe_missing", lambda: "")
+    monkeypatch.setattr(gpu_test, "_run_all", run_all)
+    monkeypatch.setattr(gpu_test, "describe_machine", lambda commit: {})
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    given = ["--areas", "dense", "--output", str(tmp_path / "record.json"), "--logs", str(tmp_path)]
+    assert gpu_test.main(given) == 1
+    assert (tmp_path / "run.json").exists() == is_kept
+    assert not (tmp_path / "record.json").exists()
+
+
 def test_a_report_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     assert gpu_test.read_tests(tmp_path / "tests.xml") == gpu_test.Tests()
 
