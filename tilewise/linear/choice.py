@@ -14,7 +14,7 @@ from .inputs import Inputs
 BACKENDS = ("reference", "eager", "recurrent", "tiled", "triton")
 LARGEST_DIM = 256
 # Whether "auto" takes Triton's kernels: only as they last passed the GPU suite.
-AUTO_TAKES_TRITON = False
+AUTO_TAKES_TRITON = True
 
 
 def choose(op: str, backend: str, inputs: Inputs) -> str:
