@@ -145,11 +145,8 @@ def test_many_queries_over_a_contiguous_cache_are_a_dense_call(monkeypatch: Any)
     found = {x.name for x in compile_call(attend(M=512), "sm_80")}
     assert found == {"place_sequences", "attention_fwd"}
     monkeypatch.setattr(choice, "hopper_problem", lambda device: "")
-    placed = {False: "place_sequences", True: "place_prefill"}
-    for runs, placing in placed.items():
-        monkeypatch.setattr(choice, "RUNS_PREFILLS", runs)
-        found = {x.name for x in compile_call(attend(M=512), "sm_90")}
-        assert found == {placing, "attention_fwd_hopper"}
+    found = {x.name for x in compile_call(attend(M=512), "sm_90")}
+    assert found == {"place_prefill", "attention_fwd_hopper"}
     found = {x.name for x in compile_call(attend(M=512, num_splits=4), "sm_90")}
     assert found == {"cache_attention_fwd", "cache_combine"}
 

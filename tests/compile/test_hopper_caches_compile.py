@@ -113,7 +113,6 @@ PREFILLS: dict[str, tuple[Callable[[], None], tuple[int, int]]] = {
 def test_a_prefill_compiles_and_fits(name: str, monkeypatch: Any, record_property: Any) -> None:
     for problem in ("triton_problem", "hopper_problem"):
         monkeypatch.setattr(choice, problem, lambda device: "")
-    monkeypatch.setattr(choice, "RUNS_PREFILLS", True)
     call, spills = PREFILLS[name]
     found = compile_call(call, "sm_90")
     record_property("compiled", [

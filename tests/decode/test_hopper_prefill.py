@@ -36,7 +36,6 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (choice, dense_choice):
         monkeypatch.setattr(module, "triton_problem", lambda device: "")
         monkeypatch.setattr(module, "hopper_problem", lambda device: "")
-    monkeypatch.setattr(choice, "RUNS_PREFILLS", True)
     monkeypatch.setattr(launch, "_gpu_architecture", lambda device: "sm_90")
     for module in (hopper_call, triton_call):
         monkeypatch.setattr(module, "_multiprocessors", lambda device: 3)
@@ -141,8 +140,7 @@ def call_over(
     return call_of(q, cache, given)
 
 
-def test_auto_takes_prefills_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "TAKES_PREFILLS", True)
+def test_auto_takes_prefills_where_it_may() -> None:
     for call, expected in (
         (call_over(), True),
         (call_over(packed=True), True),

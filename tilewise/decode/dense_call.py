@@ -59,7 +59,7 @@ def dense_forward(call: CacheCall, out: Tensor, lse: Tensor) -> Any:
 
     piece = piece_of(call)
     if not why_not_hopper(piece):
-        if caches.RUNS_PREFILLS and not caches.why_not_hopper(call):
+        if not caches.why_not_hopper(call):
             # The same kernel, whose sequences this package places.
             from .hopper_prefill_call import PrefillForward
             from .triton_call import cache_attention_fwd
