@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from tilewise.bench.linear import cells as shapes
 from tilewise.bench.linear import run as bench
+from tilewise.bench.linear.ahead import compile_ahead
 from tilewise.bench.linear.cells import BOTH, FORWARD, STEP, Cell
 from tilewise.bench.linear.contestants import (
     COPY,
     DENSE,
+    FLA,
     OURS,
     Contestant,
     find_contestants,
@@ -165,3 +168,71 @@ def test_the_command_stores_what_it_prints(
     assert main(["bench", "linear", "--grid", "dense"]) == 2
     assert main(["bench", "linear", "--trace", "x"]) == 2
     assert "--trace is for another bench" in capsys.readouterr().err
+
+
+def test_a_stored_run_is_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(CELL, op="simple_gla")
+    monkeypatch.setattr(shapes, "cells", lambda *given: [CELL, other])
+    path = tmp_path / "run.json"
+    command = ["bench", "linear", "--quick", "--json", "--resume", str(path)]
+    assert main(["bench", "linear", "--quick", "--output", str(path)]) == 0
+    first = json.loads(path.read_text())
+    # The second cell was cut short.
+    first["rows"][2]["ms"] = None
+    path.write_text(json.dumps(first))
+    capsys.readouterr()
+    assert main(command) == 0
+    second = json.loads(path.read_text())
+    assert [row["op"] for row in second["rows"]] == [CELL.op] * 2 + ["simple_gla"] * 2
+    assert second["rows"][:2] == first["rows"][:2]
+    assert all(row["ms"] for row in second["rows"][2:])
+    assert second["rows"][3]["rounds_ms"] != first["rows"][3]["rounds_ms"]
+    assert second["earlier"] == [first["header"]]
+
+    for change, message in (
+        ({"rows": [{"op": "gla"}]}, "is no run of tilewise bench linear"),
+        ({"rows": [{**first["rows"][0], "H": 9}]}, "which this run would not measure"),
+        ({"header": {**first["header"], "commit": "another"}}, "was measured with commit another"),
+    ):
+        path.write_text(json.dumps({**first, **change}))
+        assert main(command) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_peers_kernels_are_compiled_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each cell in a process of its own, which may fail, and keeps no configuration it tried."""
+    ops = tmp_path / "fla" / "ops"
+    ops.mkdir(parents=True)
+    (tmp_path / "fla" / "__init__.py").touch()
+    (ops / "__init__.py").write_text(
+        "import os, pathlib\n"
+        "def chunk_gated_delta_rule(q, v, **rest):\n"
+        "    name = f'{q.shape[1]}-{os.environ[\"FLA_CACHE_RESULTS\"]}'\n"
+        f"    (pathlib.Path({str(tmp_path)!r}) / name).touch()\n"
+        "    return v * q.sum() * sum(x.sum() for x in rest.values()), None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    known = [Contestant(OURS), Contestant(FLA)]
+    long, missing = replace(CELL, M=200), replace(CELL, op="gla")
+
+    class Steps(Silent):
+        n = 0
+
+        def step(self, done: str) -> None:
+            self.n += 1
+
+    progress = Steps()
+    compile_ahead([CELL, long, missing], known, CPU, progress)
+    made = {path.name for path in tmp_path.iterdir() if path.name != "fla"}
+    assert made == {"65-0", "150-0", "200-0"}
+    assert progress.n == 3
+
+    compile_ahead([CELL], known[:1], CPU, progress)
+    assert progress.n == 3
+    # Past the deadline what runs is ended.
+    compile_ahead([long] * 9, known, CPU, progress, deadline=0.0)
+    assert progress.n == 3

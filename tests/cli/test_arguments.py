@@ -42,7 +42,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["bench", "--device", "cpu", "--backend", "tiled"], "--backend is for a run on a GPU"),
         (["bench", "--device", "cpu", "--without", "flex"], "--without is for a run on a GPU"),
         (["bench", "--device", "cpu", "--resume", "x"], "--resume is for a run on a GPU"),
-        (["bench", "linear", "--device", "cpu", "--resume", "x"], "--resume is for another bench"),
+        (["bench", "decode", "--device", "cpu", "--resume", "x"], "--resume is for another bench"),
         (["bench", "--lengths", "0"], "lengths must be integers from 1 on, got '0'"),
         (["bench", "--lengths", "64", "4k"], "lengths must be integers from 1 on, got '4k'"),
         (["bench", "--lengths", "64,-1"], "got '-1'"),

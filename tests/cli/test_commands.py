@@ -214,7 +214,7 @@ def test_gpu_bench_within_its_minutes(capsys: Capture, tmp_path: Path) -> None:
     assert main([*GPU_BENCH, "--resume", path, "--output", path]) == 2
     assert "--resume stores where it reads" in capsys.readouterr().err
     assert main([*GPU_BENCH, "--resume", "README.md"]) == 2
-    assert "resume must name a stored run on a GPU" in capsys.readouterr().err
+    assert "resume must name a stored run" in capsys.readouterr().err
 
 
 def test_doctor(capsys: Capture) -> None:

@@ -78,7 +78,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--resume",
         metavar="FILE",
-        help="GPU: go on with this stored run, without the cases that it has, and store it there",
+        help="GPU, linear: go on with this stored run, without the cases that it has, and store it "
+        "there",
     )
     add_device(parser)
     add_json(parser)
@@ -88,7 +89,7 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     device = read_device(COMMAND, arguments.device)
     set_threads(COMMAND, arguments.threads)
-    if arguments.what is not None:
+    if arguments.what not in (None, "linear"):
         refuse_others(f"{COMMAND} {arguments.what}", arguments, ("resume",))
     if arguments.what == "parallel":
         from . import bench_parallel
@@ -149,7 +150,7 @@ def _run_on_gpu(arguments: argparse.Namespace, device: torch.device) -> int:
     request: GpuRequest = Request(
         device, grids, backends, lengths, dtypes, arguments.quick, minutes, without
     )
-    stored, output = _read_resumed(arguments, device)
+    stored, output = read_resumed(COMMAND, arguments, device)
     store = (lambda result: None) if output is None else File(output)
     with console.open_progress() as progress:
         try:
@@ -166,20 +167,20 @@ def _run_on_gpu(arguments: argparse.Namespace, device: torch.device) -> int:
 # ---------------------------------------------------------------- arguments
 
 
-def _read_resumed(
-    arguments: argparse.Namespace, device: torch.device
+def read_resumed(
+    command: str, arguments: argparse.Namespace, device: torch.device, kind: str = ""
 ) -> tuple[Stored | None, Path | None]:
-    """The run to go on with, if any, and where this one is stored."""
+    """The run to go on with, if any, and where this one is stored, as `read_stored` says."""
     if arguments.resume is None:
-        return None, read_stored(COMMAND, arguments.output, device)
+        return None, read_stored(command, arguments.output, device, kind)
     if arguments.output is not None:
-        raise UsageError(f"{COMMAND}: --resume stores where it reads; leave --output away.")
+        raise UsageError(f"{command}: --resume stores where it reads; leave --output away.")
     from ..bench.gpu.resume import ResumeError, read_run
 
     try:
-        return read_run(Path(arguments.resume)), read_output(COMMAND, arguments.resume)
+        return read_run(Path(arguments.resume)), read_output(command, arguments.resume)
     except ResumeError as error:
-        raise UsageError(f"{COMMAND}: {error}") from None
+        raise UsageError(f"{command}: {error}") from None
 
 
 def read_grids(text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -20,17 +20,19 @@ COMMAND = "tilewise bench linear"
 def run(arguments: argparse.Namespace, device: torch.device) -> int:
     """Measure, print, store. Exit code 1 where ours was wrong and so not timed."""
     from ..bench import environment
+    from ..bench.gpu.resume import ResumeError, check_same
     from ..bench.linear.cells import GRIDS, cells
     from ..bench.linear.contestants import find_contestants
+    from ..bench.linear.resume import restore
     from ..bench.linear.run import Bench
     from ..bench.linear.run import run as run_bench
     from ..bench.parallel.pieces import HostMeter
     from . import console
-    from .bench import read_grids, read_minutes, read_stored, refuse_others
+    from .bench import read_grids, read_minutes, read_resumed, refuse_others
 
     refuse_others(COMMAND, arguments, ("backend", "without", "ranks", "trace"))
     on_gpu = device.type == "cuda"
-    output = read_stored(COMMAND, arguments.output, device, "linear-")
+    stored, output = read_resumed(COMMAND, arguments, device, "linear-")
     grids, minutes = read_grids(arguments.grid, GRIDS), read_minutes(arguments.minutes)
     dtypes = read_dtypes(COMMAND, arguments.dtype or ("bfloat16" if on_gpu else "float32"))
     if len(dtypes) != 1:
@@ -53,10 +55,19 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
         "flops": "of a forward in chunks of 64; with backward 3.5 times that",
     }
 
+    done: list[Row] = []
+    if stored is not None:
+        try:
+            check_same(stored, header)
+            done = restore(stored, asked)
+        except ResumeError as error:
+            raise UsageError(f"{COMMAND}: {error}") from None
+
     def document(result: Result) -> dict[str, Any]:
         return {
             "command": "bench linear",
             "header": header,
+            "earlier": [] if stored is None else stored.headers,
             "missing_peers": missing,
             "left_out": result.left_out,
             "rows": [row.as_json() for row in result.rows],
@@ -68,7 +79,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
             output.write_text(json.dumps(document(result), indent=1, allow_nan=False) + "\n")
 
     with active, console.open_progress() as progress:
-        result = run_bench(bench, asked, progress, minutes=minutes, store=store)
+        result = run_bench(bench, asked, progress, minutes=minutes, done=done, store=store)
     if arguments.json:
         console.print_json(document(result))
     else:

@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 
 def read_run(path: Path) -> Stored:
-    """What a run on a GPU stored; a `ResumeError` where that is not in the file."""
+    """What a run stored; a `ResumeError` where that is not in the file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return Stored(
@@ -41,8 +41,7 @@ def read_run(path: Path) -> Stored:
         )
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ResumeError(
-            f"resume must name a stored run on a GPU, got {str(path)!r}: "
-            f"{type(error).__name__}: {error}."
+            f"resume must name a stored run, got {str(path)!r}: {type(error).__name__}: {error}."
         ) from None
 
 

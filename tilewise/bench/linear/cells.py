@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,12 @@ class Cell:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> Cell:
+        """Of `as_json`, among other things."""
+        named = {x.name: found[x.name] for x in fields(cls)}
+        return cls(**{**named, "dtype": getattr(torch, named["dtype"])})
 
     @property
     def directions(self) -> tuple[str, ...]:

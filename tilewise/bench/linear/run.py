@@ -12,6 +12,7 @@ import torch
 
 from ..harness import describe_error, synchronize
 from ..progress import Progress, Silent
+from .ahead import compile_ahead
 from .cells import STEP, Cell
 from .contestants import Contestant, bind, enlist, lift_guard
 from .judge import judge
@@ -83,20 +84,27 @@ def run(
     progress: Progress,
     *,
     minutes: float | None = None,
+    done: Sequence[Row] = (),
     store: Callable[[Result], None] = lambda result: None,
 ) -> Result:
     """Measure cell by cell; after `minutes` the rest is left out, and so it is after a fault that
     a device does not get over.
 
-    store: is called with every row that comes, when it has had its first call and when it is timed.
+    done: rows of a run that this one goes on with. store: is called with every row that comes, when
+    it has had its first call and when it is timed.
     """
-    result, start = Result(), time.monotonic()
+    result, start = Result(list(done)), time.monotonic()
+    known = {row.cell for row in done}
+    cells = [cell for cell in cells if cell not in known]
+    deadline = None if minutes is None else start + 60 * minutes
     is_lost = False
+    if bench.device.type == "cuda":
+        compile_ahead(cells, bench.known, bench.device, progress, deadline=deadline)
     for cell in cells:
-        if is_lost or (minutes is not None and time.monotonic() - start > 60 * minutes):
+        if is_lost or (deadline is not None and time.monotonic() > deadline):
             result.left_out.append(f"{cell.grid}: {cell}")
             continue
-        done = len(result.rows)
+        before = len(result.rows)
 
         def come(row: Row) -> None:
             result.rows.append(row)
@@ -107,7 +115,7 @@ def run(
         # What goes wrong in one cell, such as tensors that do not fit, is no reason to stop.
         except Exception as error:
             ours = bench.known[0]
-            result.rows[done:] = [
+            result.rows[before:] = [
                 Row(cell, ours.name, "", way, note=_short(error), is_refused=True)
                 for way in cell.directions
             ]
