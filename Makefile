@@ -23,7 +23,7 @@ LABS := $(sort $(wildcard labs/[0-9]*.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env run test interpreter-test compile-test gpu-test lint format labs notebooks docs site bench gpu-bench clean
+.PHONY: help env run test interpreter-test compile-test gpu-test gpu-memcheck lint format labs notebooks docs site bench gpu-bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ compile-test: $(TRITONS:%=build/triton-%/.ready)  ## compile the kernels for GPU
 
 gpu-test:  ## the suite on a GPU, which records that the kernels passed it
 	@$(GPU_PYTHON) tools/gpu_test.py $(ARGS)
+
+gpu-memcheck:  ## some of every op's calls on a GPU under compute-sanitizer
+	@$(GPU_PYTHON) tools/gpu_memcheck.py $(ARGS)
 
 lint: $(READY)  ## formatting, lint, types, size budget; changes nothing
 	@failed=0; \
