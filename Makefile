@@ -19,6 +19,8 @@ READY := $(VENV)/.ready
 PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip -qq --no-input --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# Tests in Triton's interpreter.
+INTERPRETED := tests/contract tests/cases tests/kernels tests/linear
 LABS := $(sort $(wildcard labs/[0-9]*.py))
 
 .DEFAULT_GOAL := help
@@ -39,7 +41,7 @@ test: $(READY)  ## all tests, but the kernels in the interpreter, in the compile
 	@$(PYTEST) --ignore tests/compile $(ARGS)
 
 interpreter-test: $(READY)  ## the kernels in Triton's interpreter, on the CPU
-	@TRITON_INTERPRET=1 $(PYTEST) --backend triton tests/contract tests/cases $(ARGS)
+	@TRITON_INTERPRET=1 $(PYTEST) --backend triton $(INTERPRETED) $(ARGS)
 
 compile-test: $(TRITONS:%=build/triton-%/.ready)  ## compile the kernels for GPUs that are not here
 	@set -e; for version in $(TRITONS); do \

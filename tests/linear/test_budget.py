@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,7 +12,6 @@ from tilewise.linear.cases import Recipe, draw_case
 from tilewise.report.verify import verify_case
 
 LINEAR = {op.name: op for op in catalog.OPS if op.name.startswith("linear.")}
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def check(op: str, recipe: Recipe, dtype: torch.dtype, backend: str, seed: int = 11) -> None:
@@ -75,7 +69,7 @@ def test_gates_beyond_the_range_of_fp32(gate: str, backend: str) -> None:
         check(op, recipe, torch.float32, backend)
 
 
-# In the interpreter, whose processes must be started with it.
+# In the interpreter.
 STAGES = {
     "kda": (torch.bfloat16, Recipe("two chunks", (1, 70, 2, 1, 20, 12), "mixed", True)),
     "gated_delta_rule": (
@@ -87,23 +81,9 @@ STAGES = {
 }
 
 
-@pytest.mark.skipif(not is_interpreted(), reason="test_stages_in_the_interpreter starts these")
+@pytest.mark.skipif(not is_interpreted(), reason="the interpreter's")
 @pytest.mark.interpreter
 @pytest.mark.parametrize("op", STAGES)
 def test_stages(op: str) -> None:
     dtype, recipe = STAGES[op]
     check(op, recipe, dtype, "triton")
-
-
-@pytest.mark.skipif(UNDER_TEST.backend is not None, reason="the stages run themselves")
-def test_stages_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
-         "--backend", "triton", str(ROOT / "tests" / "linear")],
-        cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    # A run that leaves all out would pass too.
-    assert "62 passed" in done.stdout, done.stdout

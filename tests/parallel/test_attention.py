@@ -199,9 +199,15 @@ def test_rows_of_bias_where_a_rank_has_one_token_or_none(lengths: tuple[int, ...
     assert caught.value.kinds == dict.fromkeys(range(3), "NotImplementedError")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inside", (tw.causal, tw.full))
-@pytest.mark.parametrize("schedule", ("ring", "all_gather"))
+@pytest.mark.parametrize(
+    ("schedule", "inside", "dtype"),
+    [
+        ("ring", tw.causal, torch.bfloat16),
+        ("ring", tw.full, torch.float32),
+        ("all_gather", tw.causal, torch.float32),
+        ("all_gather", tw.full, torch.bfloat16),
+    ],
+)
 def test_documents_of_one_batch_row_are_packed(
     schedule: str, inside: Callable[[], tw.Mask], dtype: torch.dtype
 ) -> None:
