@@ -25,7 +25,7 @@ LABS := $(sort $(wildcard labs/[0-9]*.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env run test interpreter-test compile-test gpu-test gpu-memcheck lint format labs notebooks docs site bench gpu-bench clean
+.PHONY: help env run test slow-test interpreter-test compile-test gpu-test gpu-memcheck lint format labs notebooks docs site bench gpu-bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,8 +37,11 @@ run: $(READY)  ## the main job: tilewise report, which checks, measures and writ
 	@mkdir -p build
 	@$(BIN)/tilewise report --output build/report.html $(ARGS)
 
-test: $(READY)  ## all tests, but the kernels in the interpreter, in the compiler and on a GPU
-	@$(PYTEST) --ignore tests/compile $(ARGS)
+test: $(READY)  ## all tests, but the slow ones, and the kernels in the interpreter, the compiler, on a GPU
+	@$(PYTEST) --ignore tests/compile -m "not slow" $(ARGS)
+
+slow-test: $(READY)  ## the slow ones: examples, training, notebooks, the report, emulated kernels
+	@$(PYTEST) --ignore tests/compile -m slow $(ARGS)
 
 interpreter-test: $(READY)  ## the kernels in Triton's interpreter, on the CPU
 	@TRITON_INTERPRET=1 $(PYTEST) --backend triton $(INTERPRETED) $(ARGS)

@@ -33,6 +33,8 @@ from tests.cases.common import (
 from tests.helpers import backends
 from tilewise.core.tolerance import assert_within_budget
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 2**31
 (BACKEND,) = backends("tiled")
 

@@ -20,7 +20,10 @@ from tests.gpu.hopper_caches import PREFILLS, HopperCase, call_of, draw
 from tests.helpers import UNDER_TEST
 from tests.hopper_emulator import emulated
 
-pytestmark = pytest.mark.skipif(UNDER_TEST.device == "cuda", reason="emulated, on the CPU")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(UNDER_TEST.device == "cuda", reason="emulated, on the CPU"),
+]
 
 PREFILL, DENSE = "_cache_prefill_fwd_hopper_kernel", "_attention_fwd_hopper_kernel"
 SPLIT, COMBINE = "_cache_attention_fwd_kernel", "_cache_combine_kernel"

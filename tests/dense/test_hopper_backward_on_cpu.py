@@ -26,6 +26,8 @@ pytest.importorskip("triton")
 
 from tests.hopper_emulator import emulated as _emulated
 
+pytestmark = pytest.mark.slow
+
 emulated = partial(_emulated, is_strict=True)
 FULL = tw.full()
 BF16, FP16 = torch.bfloat16, torch.float16

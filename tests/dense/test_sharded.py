@@ -104,6 +104,7 @@ def run_models(mesh: Any) -> dict[str, Any]:
     return left
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     """Sharded is whole: outputs, lse and every gradient; and what cannot be is refused."""
     if UNDER_TEST.device == "cuda" and torch.cuda.device_count() < 2:

@@ -12,6 +12,8 @@ import torch
 from tests.helpers import UNDER_TEST
 from tilewise.core.tolerance import assert_within_budget
 
+pytestmark = pytest.mark.slow
+
 
 def load() -> Any:
     path = Path(__file__).parents[2] / "examples" / "train_lm.py"

@@ -14,6 +14,8 @@ from tests.parallel import jobs
 from tests.parallel.ranks import RANKS
 from tilewise.core.tolerance import assert_within_budget
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = train_long.Settings(length=96, steps=10, width=32)
 ROOT = Path(__file__).resolve().parents[2]
 

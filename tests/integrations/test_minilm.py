@@ -14,6 +14,8 @@ from transformers import AutoModel, AutoTokenizer
 from tests.integrations.hf_models import Trio
 from tilewise.core.tolerance import assert_within_budget
 
+pytestmark = pytest.mark.slow
+
 SENTENCES = [
     "Attention is computed tile by tile, so that no score matrix ever reaches memory.",
     "A cat sat on the mat.",

@@ -186,6 +186,7 @@ def parallel_gradients(rank: int, store: str, results: str, device: str) -> None
     torch.save(left, f"{results}/{rank}.pt")
 
 
+@pytest.mark.slow
 def test_data_parallel(tmp_path: Path) -> None:
     """Both ranks hold the mean of the two rows' gradients; one run for all models."""
     arguments = (f"{tmp_path}/store", f"{tmp_path}", UNDER_TEST.device)

@@ -119,6 +119,7 @@ def built_kernels(tmp_path_factory) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_lab_04_says_what_the_compiler_builds(built_kernels):
     few_warps, *deeper = built_kernels["forward"]
     assert few_warps["registers"] == 255 and few_warps["stack"] > 0
@@ -130,6 +131,7 @@ def test_lab_04_says_what_the_compiler_builds(built_kernels):
         assert build["wgmma"] > 0 and build["atomics"] == 0
 
 
+@pytest.mark.slow
 def test_lab_04_prints_the_table_of_its_triton_version(built_kernels):
     text = LABS[3].read_text()
     if f"Triton {built_kernels['triton']}" not in text:
@@ -154,6 +156,7 @@ def test_labs_render_to_notebooks(tmp_path):
         assert kinds == ["markdown" if m == MARKDOWN else "code" for m, _ in cells_of(lab)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["02", "04"])
 def test_a_rendered_notebook_executes(tmp_path, number):
     modules = EXTRA_MODULES.get(number, set())

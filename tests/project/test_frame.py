@@ -24,7 +24,17 @@ PINS = [
     if line and not line.startswith("#")
 ]
 TARGETS = (
-    *("run", "test", "interpreter-test", "compile-test", "gpu-test", "lint", "labs", "notebooks"),
+    *(
+        "run",
+        "test",
+        "slow-test",
+        "interpreter-test",
+        "compile-test",
+        "gpu-test",
+        "lint",
+        "labs",
+        "notebooks",
+    ),
     *("docs", "site", "bench", "gpu-bench", "clean", "help"),
 )
 
@@ -96,7 +106,7 @@ def test_ci_script_is_executable_and_runs_every_part() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o100
     text = script.read_text(encoding="utf-8")
-    targets = ("lint", "test", "interpreter-test", "compile-test", "run ARGS=--quick")
+    targets = ("lint", "test", "slow-test", "interpreter-test", "compile-test", "run ARGS=--quick")
     for target in (*targets, "labs", "docs", "site"):
         assert re.search(rf"\bmake (--no-print-directory )?{target}\b(?!-)", text), target
 

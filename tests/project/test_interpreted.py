@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_every_file_of_kernels_has_tests_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -4,9 +4,13 @@ import json
 import re
 from html.parser import HTMLParser
 
+import pytest
+
 from tests.report.conftest import QuickRun
 from tilewise.catalog import OPS
 from tilewise.report.compare import compare
+
+pytestmark = pytest.mark.slow
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 

@@ -19,6 +19,8 @@ from tilewise.cli import main
 from tilewise.parallel import volumes
 from tilewise.parallel.volumes import Shape
 
+pytestmark = pytest.mark.slow
+
 FORM: dict[str, Any] = {
     "H": 4, "G": 2, "D": 16, "dtype": "float32", "device": "cpu", "rounds": 1,
     "verified_length": 96,
