@@ -24,18 +24,8 @@ PINS = [
     if line and not line.startswith("#")
 ]
 TARGETS = (
-    *(
-        "run",
-        "test",
-        "slow-test",
-        "interpreter-test",
-        "compile-test",
-        "gpu-test",
-        "lint",
-        "labs",
-        "notebooks",
-    ),
-    *("docs", "site", "bench", "gpu-bench", "clean", "help"),
+    *("run", "test", "slow-test", "interpreter-test", "compile-test", "gpu-test", "gpu-memcheck"),
+    *("lint", "labs", "notebooks", "docs", "site", "bench", "gpu-bench", "clean", "help"),
 )
 
 
