@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,10 +193,27 @@ def test_a_stored_run_is_gone_on_with(
     assert second["rows"][3]["rounds_ms"] != first["rows"][3]["rounds_ms"]
     assert second["earlier"] == [first["header"]]
 
+    # A direction that is not there is measured, and so are those that stand beside it.
+    path.write_text(json.dumps({**second, "rows": [second["rows"][0], *second["rows"][2:]]}))
+    assert main(command) == 0
+    third = json.loads(path.read_text())
+    assert len(third["rows"]) == 4 and len(third["earlier"]) == 2
+    assert third["rows"][:2] == second["rows"][2:]
+    capsys.readouterr()
+
+    row, header = first["rows"][0], first["header"]
     for change, message in (
-        ({"rows": [{"op": "gla"}]}, "is no run of tilewise bench linear"),
-        ({"rows": [{**first["rows"][0], "H": 9}]}, "which this run would not measure"),
-        ({"header": {**first["header"], "commit": "another"}}, "was measured with commit another"),
+        ({"rows": [{"op": "gla"}]}, "none of tilewise bench linear's"),
+        ({"rows": [{**row, "ms": float("nan")}]}, "times are finite numbers"),
+        ({"rows": [{**row, "rounds_ms": []}]}, "a time is the median of rounds"),
+        ({"rows": [{**row, "rounds_ms": ["x"]}]}, "times are finite numbers"),
+        ({"rows": [{**row, "H": 9}]}, "which this run would not measure"),
+        ({"rows": None}, "resume must name a stored run"),
+        ({"earlier": 5}, "resume must name a stored run"),
+        ({"header": []}, "headers and rows are objects"),
+        ({"command": "bench decode"}, "it is of 'bench decode', not of 'bench linear'"),
+        ({"header": {**header, "commit": "another"}}, "was measured with commit another"),
+        ({"header": {**header, "threads": 64}}, "was measured with threads 64"),
     ):
         path.write_text(json.dumps({**first, **change}))
         assert main(command) == 2
@@ -234,6 +253,16 @@ def test_a_peers_kernels_are_compiled_ahead(
 
     compile_ahead([CELL], known[:1], CPU, progress)
     assert progress.n == 2
-    # Past the deadline what runs is ended.
+    # Past the deadline nothing begins, and what runs is ended.
     compile_ahead([long] * 9, known, CPU, progress, deadline=0.0)
-    assert progress.n == 2
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*given: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*given, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    compile_ahead([long] * 9, known, CPU, progress, deadline=time.monotonic() + 0.3)
+    assert progress.n == 2 and started
+    assert all(process.poll() is not None for process in started)

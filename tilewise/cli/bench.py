@@ -178,7 +178,8 @@ def read_resumed(
     from ..bench.gpu.resume import ResumeError, read_run
 
     try:
-        return read_run(Path(arguments.resume)), read_output(command, arguments.resume)
+        named = command.removeprefix("tilewise ")
+        return read_run(Path(arguments.resume), named), read_output(command, arguments.resume)
     except ResumeError as error:
         raise UsageError(f"{command}: {error}") from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     """Measure, print, store. Exit code 1 where ours was wrong and so not timed."""
     from ..bench import environment
     from ..bench.gpu.resume import ResumeError, check_same
+    from ..bench.gpu.run import write_whole
     from ..bench.linear.cells import GRIDS, cells
     from ..bench.linear.contestants import find_contestants
     from ..bench.linear.resume import restore
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     if stored is not None:
         try:
             check_same(stored, header)
-            done = restore(stored, asked)
+            done = restore(stored, asked, known)
         except ResumeError as error:
             raise UsageError(f"{COMMAND}: {error}") from None
 
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     def store(result: Result) -> None:
         # Whole after every cell: a run that is ended keeps what it has.
         if output is not None:
-            output.write_text(json.dumps(document(result), indent=1, allow_nan=False) + "\n")
+            write_whole(output, document(result))
 
     with active, console.open_progress() as progress:
         result = run_bench(bench, asked, progress, minutes=minutes, done=done, store=store)

@@ -151,8 +151,9 @@ def is_latent(call: CacheCall) -> bool:
 def is_faster_on_hopper(call: CacheCall) -> bool:
     """Whether a call that both take is rather for hopper than for triton. Of latents: with 16 rows
     of 16 sequences hopper was 3 % slower, with 16 of 128 it was 11 % faster, with 128 rows 2.6
-    times (H200, Triton 3.6, 2026-11-30). Prefills of 512 queries over pages of 64 were 2.3 times
-    faster there. The kernel that splits keys of other caches was not timed on it."""
+    times (H200, Triton 3.6, 2026-11-30). Of prefills 512 queries over 32k keys in pages of 64 were
+    2.3 times faster (32 heads on 8, D 128, 2026-12-01); others are taken to be
+    alike. The kernel that splits keys of other caches was not timed on it."""
     if is_latent(call):
         return call.cache.B >= 64 or call.most_queries * call.q.shape[-2] >= 64
     return has_many_queries(call) and fills_a_gpu(call)

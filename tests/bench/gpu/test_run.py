@@ -91,7 +91,7 @@ def test_a_run_is_gone_on_with(tmp_path: Path) -> None:
         replace(REQUEST, minutes=1.0), Silent(), Meter(), store=File(path),
         clock=lambda: next(readings),
     )  # fmt: skip
-    stored = read_run(path)
+    stored = read_run(path, "bench")
     whole = run(REQUEST, Silent(), Meter(call_s=0.002), store=File(path), stored=stored)
     assert [cell.grid for cell in whole.cells] == [
         "anchor, start", "dense", "anchor, end", "anchor, start", "dense", "dense", "anchor, end",
@@ -100,7 +100,7 @@ def test_a_run_is_gone_on_with(tmp_path: Path) -> None:
     before, after = (x.as_json()["rows"] for x in (first, whole))
     assert after[:3] == before and len(after) == 7
     # Nothing is left but the anchor; headers of all processes are kept.
-    again = run(REQUEST, Silent(), Meter(), stored=read_run(path))
+    again = run(REQUEST, Silent(), Meter(), stored=read_run(path, "bench"))
     assert len(again.cells) == 9 and len(again.earlier) == 2
 
 
@@ -110,7 +110,7 @@ def test_what_failed_is_measured_again(tmp_path: Path) -> None:
     document = json.loads(path.read_text())
     document["rows"][2]["note"] = "raised OutOfMemoryError"
     path.write_text(json.dumps(document))
-    result = run(REQUEST, Silent(), Meter(), stored=read_run(path))
+    result = run(REQUEST, Silent(), Meter(), stored=read_run(path, "bench"))
     assert [cell.case.length for cell in result.cells] == [40, 32, 1100, 40, 40, 36, 40]
 
 
@@ -122,13 +122,13 @@ def test_a_run_of_other_code_or_cases_is_not_gone_on_with(tmp_path: Path) -> Non
     other["header"]["torch"] = "1.0"
     path.write_text(json.dumps(other))
     with pytest.raises(ResumeError, match=r"run.json was measured with torch 1\.0, this run has"):
-        run(REQUEST, Silent(), Meter(), stored=read_run(path))
+        run(REQUEST, Silent(), Meter(), stored=read_run(path, "bench"))
     path.write_text(text.replace("M=N 36", "M=N 37"))
     with pytest.raises(ResumeError, match="M=N 37 in the grid dense, which this run would not"):
-        run(REQUEST, Silent(), Meter(), stored=read_run(path))
+        run(REQUEST, Silent(), Meter(), stored=read_run(path, "bench"))
     path.write_text("{}")
     with pytest.raises(ResumeError, match="resume must name a stored run, got"):
-        read_run(path)
+        read_run(path, "bench")
 
 
 def test_an_interrupted_run_leaves_its_cases(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from .judge import judge
 
 # What must be the same for cells of two processes to stand in one run.
 _SAME = ("gpu", "torch", "triton", "tilewise", "commit", "rounds")
+_SAME_ON_CPU = ("cpu", "threads")
 _KEY = ("grid", "shape", "dtype", "mask", "feature", "direction")
 _FIELDS = tuple(x.name for x in fields(Entry) if x.name not in ("is_ours", "timing"))
 Key = tuple[Any, ...]
@@ -32,14 +33,18 @@ class Stored(NamedTuple):
     rows: list[dict[str, Any]]
 
 
-def read_run(path: Path) -> Stored:
-    """What a run stored; a `ResumeError` where that is not in the file."""
+def read_run(path: Path, command: str) -> Stored:
+    """What a run of a command stored; a `ResumeError` where that is not in the file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return Stored(
-            path.name, [*document.get("earlier", []), document["header"]], document["rows"]
-        )
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        headers = [*document.get("earlier", []), document["header"]]
+        rows = document["rows"]
+        if not all(isinstance(x, dict) for x in (*headers, *rows)):
+            raise TypeError("headers and rows are objects")
+        if document["command"] != command:
+            raise ValueError(f"it is of {document['command']!r}, not of {command!r}")
+        return Stored(path.name, headers, rows)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ResumeError(
             f"resume must name a stored run, got {str(path)!r}: {type(error).__name__}: {error}."
         ) from None
@@ -48,7 +53,7 @@ def read_run(path: Path) -> Stored:
 def check_same(stored: Stored, header: Mapping[str, Any]) -> None:
     """Raise where it was another machine, or other code, that measured what is stored."""
     earlier = stored.headers[-1]
-    for name in _SAME:
+    for name in (*_SAME, *(() if header.get("gpu") else _SAME_ON_CPU)):
         if earlier.get(name) != header.get(name):
             raise ResumeError(
                 f"resume: {stored.name} was measured with {name} {earlier.get(name)}, this run "

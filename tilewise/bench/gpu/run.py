@@ -199,7 +199,11 @@ class File:
         self._path = path
 
     def __call__(self, result: Result) -> None:
-        document = {"command": "bench", **result.as_json()}
-        part = self._path.with_name(f"{self._path.name}.part")
-        part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        os.replace(part, self._path)
+        write_whole(self._path, {"command": "bench", **result.as_json()})
+
+
+def write_whole(path: Path, document: dict[str, Any]) -> None:
+    """As JSON, by way of another file: who is ended here leaves the file as it was."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(part, path)

@@ -19,7 +19,7 @@ import torch
 from ..environment import count_cores
 from ..progress import Progress
 from .cells import BOTH, Cell
-from .contestants import FLA, Contestant, _theirs, enlist, lift_guard, run_once
+from .contestants import FLA, Contestant, enlist, lift_guard, run_once, theirs
 
 _LOOK_S = 0.2
 
@@ -44,6 +44,8 @@ def compile_ahead(
     running: dict[subprocess.Popen[bytes], Cell] = {}
     try:
         while asked or running:
+            if deadline is not None and time.monotonic() > deadline:
+                return
             while asked and len(running) < n_workers:
                 cell = asked.pop(0)
                 command = [sys.executable, "-m", __name__, json.dumps(cell.as_json()), str(device)]
@@ -51,9 +53,8 @@ def compile_ahead(
                 started = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
                 running[started] = cell
             for process in [x for x in running if x.poll() is not None]:
-                progress.step(str(running.pop(process)))
-            if deadline is not None and time.monotonic() > deadline:
-                return
+                cell = running.pop(process)
+                progress.step(f"{cell}, which failed" if process.returncode else str(cell))
             time.sleep(_LOOK_S)
     finally:
         for process in running:
@@ -68,9 +69,9 @@ def call_once(cell: Cell, device: torch.device) -> None:
         for _ in range(2):
             try:
                 if BOTH in cell.directions:
-                    run_once(_theirs, form.op, x, torch.randn_like(x["v"]))
+                    run_once(theirs, form.op, x, torch.randn_like(x["v"]))
                 else:
-                    _theirs(form.op, **x)
+                    theirs(form.op, **x)
                 break
             except RuntimeError as error:
                 if not lift_guard(error):

@@ -99,7 +99,9 @@ def run(
     deadline = None if minutes is None else start + 60 * minutes
     is_lost = False
     if bench.device.type == "cuda":
-        compile_ahead(cells, bench.known, bench.device, progress, deadline=deadline)
+        # Half the time at most, or nothing would be measured.
+        until = None if minutes is None else start + 30 * minutes
+        compile_ahead(cells, bench.known, bench.device, progress, deadline=until)
     for cell in cells:
         if is_lost or (deadline is not None and time.monotonic() > deadline):
             result.left_out.append(f"{cell.grid}: {cell}")
