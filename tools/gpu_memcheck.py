@@ -97,20 +97,11 @@ def read(check: Check, code: int | None, text: str) -> Found:
 
 
 def run(check: Check, dtype: str, seconds: float, logs: Path) -> Found:
-    command = [
-        TOOL,
-        "--tool",
-        "memcheck",
-        "--print-limit",
-        "3",
-        sys.executable,
-        "-X",
-        "faulthandler",
-    ]
+    command = [TOOL, "--tool", "memcheck", "--print-limit", "3"]
+    command += [sys.executable, "-X", "faulthandler"]
     command += ["-m", "tilewise.cli", "verify", check.op, "--device", "cuda", "--dtype", dtype]
     command += ["--backend", check.backend, "--part", check.part]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    environment["PYTHONPATH"] = _python_path()
     path = logs / f"{check.op}-{check.backend}.txt"
     with path.open("wb") as out:
         process = subprocess.Popen(
@@ -129,11 +120,6 @@ def run(check: Check, dtype: str, seconds: float, logs: Path) -> Found:
     return read(check, code, path.read_text(encoding="utf-8", errors="replace"))
 
 
-def _python_path() -> str:
-    """Bare Python: the package is the checkout's."""
-    return os.pathsep.join(x for x in (str(ROOT), os.environ.get("PYTHONPATH")) if x)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
@@ -145,8 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if shutil.which(TOOL) is None:
         print(f"gpu-memcheck: {TOOL}, which comes with CUDA, is not on the PATH.", file=sys.stderr)
         return 2
-    # Bare Python: the package is the checkout's.
+    # Bare Python: the package is the checkout's, here and in the processes started from here.
     sys.path.insert(0, str(ROOT))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
+    )
     logs = Path(arguments.logs)
     logs.mkdir(parents=True, exist_ok=True)
     asked = sweep_here()

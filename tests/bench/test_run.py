@@ -1,6 +1,7 @@
 """A whole bench run on tiny lengths: header, rows, words."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tilewise.bench import environment, run
 from tilewise.bench.cases import Case
 from tilewise.bench.harness import NOT_RUN, REFUSED, WEIGHED, Row, Timing
 from tilewise.bench.progress import Silent
+from tilewise.bench.stored import write_whole
 
 REQUEST = run.Request(
     torch.device("cpu"), ("dense", "window"), [64], [torch.float32], is_quick=True
@@ -84,3 +86,15 @@ def test_environment_outside_a_checkout(
 def test_version_of_what_is_not_installed() -> None:
     assert environment.version_of("no-such-package-here") is None
     assert environment.version_of("torch") is not None
+
+
+def test_a_stored_run_is_whole_at_every_moment(tmp_path: Path) -> None:
+    path, link = tmp_path / "run.json", tmp_path / "link.json"
+    write_whole(path, {"rows": [1]})
+    link.symlink_to(path)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_whole(path, {"rows": [float("nan")]})
+    assert json.loads(path.read_text()) == {"rows": [1]}
+    write_whole(link, {"rows": [2]})
+    assert link.is_symlink() and json.loads(path.read_text()) == {"rows": [2]}
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["link.json", "run.json"]

@@ -62,6 +62,8 @@ def test_each_check_is_a_process_with_a_time(
     output = tmp_path / "found.json"
     arguments = ["--logs", str(tmp_path / "logs"), "--output", str(output), "--seconds", "3"]
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
     assert main(arguments) == 1
     printed = capsys.readouterr().out
     assert "1 of 2 clean" in printed and "its time was up" in printed

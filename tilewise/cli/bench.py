@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,6 +113,7 @@ def _run_on_cpu(arguments: argparse.Namespace, device: torch.device) -> int:
     from ..bench.cases import GRIDS
     from ..bench.run import Request
     from ..bench.run import run as run_bench
+    from ..bench.stored import write_whole
     from . import console
 
     for name in ("backend", "minutes", "without", "resume"):
@@ -126,7 +126,7 @@ def _run_on_cpu(arguments: argparse.Namespace, device: torch.device) -> int:
         result = run_bench(request, progress)
     document = {"command": "bench", **result.as_json()}
     if output is not None:
-        output.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        write_whole(output, document)
     if arguments.json:
         console.print_json(document)
     else:

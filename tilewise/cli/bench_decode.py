@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     from ..bench.decode.peers import find_peers
     from ..bench.decode.run import HostMeter
     from ..bench.decode.run import run as run_bench
+    from ..bench.stored import write_whole
     from . import console
     from .bench import read_minutes, read_stored, refuse_others
 
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
 
     def store(result: DecodeResult) -> None:
         if output is not None:
-            output.write_text(json.dumps(document(result), indent=1, allow_nan=False) + "\n")
+            write_whole(output, document(result))
 
     meter: Any = HostMeter()
     if on_gpu:

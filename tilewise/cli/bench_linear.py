@@ -20,13 +20,13 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     """Measure, print, store. Exit code 1 where ours was wrong and so not timed."""
     from ..bench import environment
     from ..bench.gpu.resume import ResumeError, check_same
-    from ..bench.gpu.run import write_whole
     from ..bench.linear.cells import GRIDS, cells
     from ..bench.linear.contestants import find_contestants
     from ..bench.linear.resume import restore
     from ..bench.linear.run import Bench
     from ..bench.linear.run import run as run_bench
     from ..bench.parallel.pieces import HostMeter
+    from ..bench.stored import write_whole
     from . import console
     from .bench import read_grids, read_minutes, read_resumed, refuse_others
 

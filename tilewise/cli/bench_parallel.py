@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,8 +56,10 @@ class Found:
         }
 
     def write(self, output: Path | None) -> None:
+        from ..bench.stored import write_whole
+
         if output is not None:
-            output.write_text(json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
+            write_whole(output, self.as_json())
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> int:

@@ -5,8 +5,6 @@ One that the time did not suffice for may be gone on with by another process.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from .. import environment
 from ..cases import Case
 from ..harness import describe_error, time_rounds
 from ..progress import Progress
+from ..stored import write_whole
 from .cells import Cell
 from .grids import ANCHOR_PEERS, GPU_GRIDS, Grid, anchor, gpu_grid
 from .judge import PASS, judge, ratios, shares_of_next_power, summarize
@@ -200,10 +199,3 @@ class File:
 
     def __call__(self, result: Result) -> None:
         write_whole(self._path, {"command": "bench", **result.as_json()})
-
-
-def write_whole(path: Path, document: dict[str, Any]) -> None:
-    """As JSON, by way of another file: who is ended here leaves the file as it was."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, path)

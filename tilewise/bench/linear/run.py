@@ -98,10 +98,9 @@ def run(
     cells = [cell for cell in cells if cell not in known]
     deadline = None if minutes is None else start + 60 * minutes
     is_lost = False
-    if bench.device.type == "cuda":
-        # Half the time at most, or nothing would be measured.
-        until = None if minutes is None else start + 30 * minutes
-        compile_ahead(cells, bench.known, bench.device, progress, deadline=until)
+    # Half the time at most, or nothing would be measured.
+    until = None if minutes is None else start + 30 * minutes
+    compile_ahead(cells, bench.known, bench.device, progress, deadline=until)
     for cell in cells:
         if is_lost or (deadline is not None and time.monotonic() > deadline):
             result.left_out.append(f"{cell.grid}: {cell}")
