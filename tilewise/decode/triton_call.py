@@ -20,7 +20,7 @@ from ..kernels.placement import FAR as _FAR
 from ..kernels.structs import ScoreTerms, Statistics, absent, code
 from .cache import FLOAT8, KVCache
 from .call import CacheCall
-from .config import FIXED_PART, Key, SplitConfig, block_rows, split_config
+from .config import FIXED_PART, Key, SplitConfig, block_rows, overlaps, split_config
 from .triton_combine import TEAMS, _cache_combine_kernel
 from .triton_plan import CacheBuild, CachePlace
 from .triton_split_kv import (
@@ -307,6 +307,7 @@ class SplitCall:
             launch_config.block_n,
             block_b,
             block_b > call.cache.B,
+            overlaps(self.key.architecture),
         )
 
 
@@ -392,7 +393,8 @@ class Forward:
         combine = None
         if self._combines:
             rest = (out, lse, parts, place, terms.sinks, *self._tail)
-            combine = launch(_cache_combine_kernel, self._combine_grid, _COMBINE, rest, self.device)
+            merge = _COMBINE._replace(begins_early=self._build.overlaps)
+            combine = launch(_cache_combine_kernel, self._combine_grid, merge, rest, self.device)
         if main is not None and (combine is not None or not self._combines):
             self._compiled = (main, combine)
         # The tensors belong to the caller; their addresses come anew with each call.
