@@ -171,17 +171,3 @@ def test_two_tiles_are_on_their_way(page: int | None, monkeypatch: Any) -> None:
     (main,) = (x for x in compile_call(attend(page=page), "sm_90") if "combine" not in x.name)
     programs = 2 if page == 16 else 1
     assert programs * main.shared_bytes >= 2 * 64 * 1024
-
-
-@pytest.mark.parametrize(("target", "overlaps"), [("sm_90", True), ("sm_80", False)])
-def test_the_merge_starts_while_parts_are_made(
-    target: str, overlaps: bool, monkeypatch: Any
-) -> None:
-    """And waits for them before it reads: both words, or none where GPUs do not know them."""
-    monkeypatch.setattr(choice, "triton_problem", lambda device: "")
-    with recorded(target) as launches:
-        attend()()
-    main, merge = (compiled_text(x, target, "ptx") for x in launches)
-    assert ("griddepcontrol.launch_dependents" in main) == overlaps
-    assert ("griddepcontrol.wait" in merge) == overlaps
-    assert "griddepcontrol.wait" not in main

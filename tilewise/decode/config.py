@@ -53,11 +53,6 @@ class Key(NamedTuple):
     is_gathered: bool
 
 
-def overlaps(architecture: str) -> bool:
-    """Whether a launch may begin before the one before it ends: on NVIDIA's GPUs from sm_90 on."""
-    return architecture.startswith("sm_") and int(architecture.removeprefix("sm_")) >= 90
-
-
 def block_rows(rows: int, group: int, is_fixed: bool, key: Key) -> int:
     """Rows of a tile, for so many of a unit at most."""
     if is_fixed:

@@ -30,7 +30,6 @@ from __future__ import annotations
 from ..kernels.gluon import (
     barrier_arrive,
     barrier_sync,
-    begin_next,
     exp2_fast,
     fence_async_shared,
     flag_declare,
@@ -295,8 +294,6 @@ def _mla_cache_fwd_hopper_kernel(
     rings = Rings(
         q_tile, latent, rest, weights, raised, shrink, last, half_full, rest_full, p_full
     )  # fmt: skip
-    if BUILD.overlaps:
-        begin_next()
     share = find_share(place, parts, BUILD)
     OF_VALUES: gl.constexpr = MLA.registers[0]
     OF_PRODUCER: gl.constexpr = MLA.registers[1]

@@ -23,7 +23,6 @@ from ..kernels.gluon import (
     FIRST_FREE,
     barrier_arrive,
     barrier_sync,
-    begin_next,
     exp2_fast,
     fence_async_shared,
     flag_declare,
@@ -231,8 +230,6 @@ def _cache_attention_fwd_hopper_kernel(
         mbarrier.init(v_full.index(i), count=1)
     fence_async_shared()
     rings = Rings(k, v, k_full, v_full)
-    if BUILD.overlaps:
-        begin_next()
     share = find_share(place, parts, BUILD)
     REGISTERS: gl.constexpr = SPLIT.registers
     gl.warp_specialize(

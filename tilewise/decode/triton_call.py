@@ -20,7 +20,7 @@ from ..kernels.placement import FAR as _FAR
 from ..kernels.structs import ScoreTerms, Statistics, absent, code
 from .cache import FLOAT8, KVCache
 from .call import CacheCall
-from .config import FIXED_PART, Key, SplitConfig, block_rows, overlaps, split_config
+from .config import FIXED_PART, Key, SplitConfig, block_rows, split_config
 from .triton_combine import TEAMS, _cache_combine_kernel
 from .triton_plan import CacheBuild, CachePlace
 from .triton_split_kv import (
@@ -307,7 +307,6 @@ class SplitCall:
             launch_config.block_n,
             block_b,
             block_b > call.cache.B,
-            overlaps(self.key.architecture),
         )
 
 
@@ -393,8 +392,7 @@ class Forward:
         combine = None
         if self._combines:
             rest = (out, lse, parts, place, terms.sinks, *self._tail)
-            merge = _COMBINE._replace(begins_early=self._build.overlaps)
-            combine = launch(_cache_combine_kernel, self._combine_grid, merge, rest, self.device)
+            combine = launch(_cache_combine_kernel, self._combine_grid, _COMBINE, rest, self.device)
         if main is not None and (combine is not None or not self._combines):
             self._compiled = (main, combine)
         # The tensors belong to the caller; their addresses come anew with each call.

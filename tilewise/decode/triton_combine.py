@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from ..kernels.softmax import LOG2_E, join_sink, softmax_end
 from ..kernels.structs import decode
@@ -119,8 +118,6 @@ def _cache_combine_kernel(
     ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
     """Rows of one unit, ROWS at a time, where more than one program worked on it."""
-    if BUILD.overlaps:
-        gdc_wait()
     G = decode(place.G)
     # A hint: sequences may have more queries than it was made for.
     n_tiles = tl.cdiv(decode(rows_per_unit), ROWS)

@@ -70,7 +70,7 @@ class CacheBuild(NamedTuple):
     precision: as in `Build`. scales: of float8, NONE, HEAD or TOKEN; of_batch: `[B, G]`. pairs: of
     float8 columns as int16, NONE where they are read one by one, else E4M3 or E5M2.
     is_fixed: see the module. block_b: sequences that are summed over at a time; is_short: there
-    are no more than that. overlaps: programs of the merge start while parts are still made.
+    are no more than that.
     """
 
     dims: tuple[int, ...]
@@ -93,7 +93,6 @@ class CacheBuild(NamedTuple):
     block_n: int
     block_b: int
     is_short: bool
-    overlaps: bool
 
 
 class Work(NamedTuple):

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..kernels.scores import add_terms
 from ..kernels.softmax import join_sink, softmax_end, softmax_step
@@ -424,8 +423,6 @@ def _cache_attention_fwd_kernel(
     q, k, v, out, lse, parts, place, terms, scales, BUILD: tl.constexpr
 ):
     """The units of one team's share, for one kv head."""
-    if BUILD.overlaps:
-        gdc_launch_dependents()
     BLOCK_M: tl.constexpr = BUILD.block_m
     DIMS: tl.constexpr = BUILD.dims
     VALUE_DIMS: tl.constexpr = BUILD.value_dims
