@@ -646,6 +646,8 @@ _LANGUAGE: dict[str, Any] = {
     "max": lambda x, axis: x.amax(axis),
     "maximum": _both(torch.maximum),
     "minimum": _both(torch.minimum),
+    "permute": lambda x, order: x.permute(order),
+    "reshape": lambda x, shape: x.reshape(shape),
     "num_programs": lambda axis: value(_PROGRAM.count),
     "program_id": lambda axis: value(_PROGRAM.id),
     "range": range,

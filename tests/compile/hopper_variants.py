@@ -17,6 +17,8 @@ import tilewise as tw
 from tilewise.dense.api import attention_partial_backward
 
 M, N = 256, 320
+# Of narrow heads: more than have short tiles.
+MANY_ROWS = 1536
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -39,15 +41,20 @@ class HopperVariant:
 def _variant(
     name: str, D: int, spills: tuple[int, int] = (0, 0), *, dtype: torch.dtype = _BF16,
     E: int | None = None, G: int = 4, op: Callable[..., Any] = tw.attention,
-    has_start: bool = False, **options: Any,
+    has_start: bool = False, has_few_rows: bool = False, **options: Any,
 ) -> HopperVariant:  # fmt: skip
+    is_packed, is_tall = "cu_seqlens_q" in options, max(D, E or D) <= 64 and not has_few_rows
+    if is_packed and is_tall:
+        options["max_seqlen_q"] = MANY_ROWS
+
     def call() -> Any:
-        batch = () if "cu_seqlens_q" in options else (2,)
-        shapes = ((M, 4, D), (N, G, D), (N, G, E or D))
+        batch = () if is_packed else (2,)
+        rows = MANY_ROWS if is_tall and not is_packed else M
+        shapes = ((rows, 4, D), (N, G, D), (N, G, E or D))
         tensors = (torch.zeros(*batch, *shape, dtype=dtype) for shape in shapes)
         return op(*tensors, backend="hopper", **options)
 
-    return HopperVariant(name, call, spills, has_start, 3 if max(D, E or D) <= 64 else 2)
+    return HopperVariant(name, call, spills, has_start, 3 if is_tall else 2)
 
 
 def _learning(*tensors: torch.Tensor, **options: Any) -> Any:
@@ -80,6 +87,7 @@ RARE_BACKWARD = {
 HOPPER_VARIANTS = [
     # What people run.
     _variant("D 64", 64),
+    _variant("D 64, few rows", 64, has_few_rows=True),
     _variant("D 128", 128),
     _variant("D 256", 256, (0, 120)),
     _variant("fp16 D 64", 64, dtype=_FP16),
@@ -97,6 +105,8 @@ HOPPER_VARIANTS = [
     _variant("padding D 64", 64, (64, 112), **_PADDED),
     _variant("padding D 128", 128, **_PADDED),
     _variant("packed D 64", 64, (80, 104), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    _variant("packed D 64, few rows", 64, has_few_rows=True, op=tw.attention_varlen,
+             mask=tw.causal(), **_PACKED),
     _variant("packed D 128", 128, op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
     _variant("packed D 256", 256, (0, 120), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
     _variant("documents", 128, (0, 72), mask=tw.window(30, 0) & tw.documents(_LENGTHS),
@@ -120,6 +130,8 @@ HOPPER_VARIANTS = [
     _variant("packed fp32 partial", 128, op=tw.attention_varlen_partial, out_dtype=_FP32,
              **_PACKED),
     _variant("learning D 64", 64, (64, 112), op=_learning),
+    _variant("learning D 64, few rows", 64, has_few_rows=True, op=_learning,
+             mask=tw.window(100, 0), has_start=True),
     _variant("learning D 128", 128, op=_learning),
     _variant("learning D 256", 256, (0, 160), op=_learning),
     _variant("learning, packed", 128, op=_learning, mask=tw.causal(), **_PACKED),
@@ -169,22 +181,22 @@ def _into_buffers(D: int) -> Callable[[], Any]:
     return call
 
 
-# What is spilled is of the program's beginning and end, and a word that a block reads again.
+# What is spilled is of a tile's beginning and end, and a word that a block reads again.
 BACKWARD_VARIANTS = [
-    _backward("D 64", 64, (56, 104)),
-    _backward("D 128", 128, (24, 40)),
-    _backward("causal D 64", 64, (56, 104), mask=tw.causal()),
-    _backward("causal D 128, GQA", 128, (24, 40), G=1, mask=tw.causal()),
-    _backward("fp16 D 128", 128, (24, 40), dtype=_FP16),
-    _backward("D 128, E 64", 128, (16, 0), E=64),
-    _backward("padding D 128", 128, (32, 48), mask=_PADDED["mask"]),
+    _backward("D 64", 64, (32, 104)),
+    _backward("D 128", 128, (152, 40)),
+    _backward("causal D 64", 64, (32, 104), mask=tw.causal()),
+    _backward("causal D 128, GQA", 128, (152, 40), G=1, mask=tw.causal()),
+    _backward("fp16 D 128", 128, (152, 40), dtype=_FP16),
+    _backward("D 128, E 64", 128, (16, 32), E=64),
+    _backward("padding D 128", 128, (160, 48), mask=_PADDED["mask"]),
     _backward("packed D 64", 64, (40, 104), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
-    _backward("packed D 128", 128, (16, 40), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    _backward("packed D 128", 128, (144, 40), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
     BackwardVariant("into fp32 buffers D 64", _into_buffers(64), (24, 104), has_queries=True),
-    BackwardVariant("into fp32 buffers D 128", _into_buffers(128), (40, 40)),
-    _backward("documents", 128, (24, 40), mask=tw.window(30, 0) & tw.documents(_LENGTHS)),
-    _backward("softcap D 128", 128, (128, 184), softcap=30.0),
-    _backward("ALiBi D 64", 64, (32, 96), alibi_slopes=torch.zeros(4)),
+    BackwardVariant("into fp32 buffers D 128", _into_buffers(128), (128, 40)),
+    _backward("documents", 128, (160, 40), mask=tw.window(30, 0) & tw.documents(_LENGTHS)),
+    _backward("softcap D 128", 128, (256, 184), softcap=30.0),
+    _backward("ALiBi D 64", 64, (32, 112), alibi_slopes=torch.zeros(4)),
     _backward("D 256", 256, (0, 40)),
     _backward("packed D 256", 256, (0, 40), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
     _backward(

@@ -65,12 +65,16 @@ WAITS_OF_QUERIES = 4
 WAITS_OF_GROUPS = 1 + 2 * WAITS_OF_KEYS[BACKWARD, False]
 
 
+SPILLS_OF_PREPARE = 56
+
+
 def test_the_backward_compiles_and_fits(backward_variant, record_property):
     variant = backward_variant
     prepare, keys, last = compile_variant(variant, record_property, "_bwd_")
     has_dq = last.name == f"{BACKWARD}_finish"
     waits = WAITS_OF_GROUPS if variant.has_queries else 2 * WAITS_OF_KEYS[keys.name, has_dq]
-    assert prepare.spills == 0 and keys.waits == waits
+    # In as few registers as let several programs wait for memory side by side.
+    assert prepare.spills <= SPILLS_OF_PREPARE and keys.waits == waits
     if has_dq:
         assert last.spills == 0
     else:

@@ -282,3 +282,32 @@ def test_a_warm_call_places_its_own_documents(
         if turn == 0:
             monkeypatch.setattr("tilewise.dense.api.check_call", refuse)
     assert len(warm._kept) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "mask", "rows_of_tile"),
+    [
+        (384, tw.full(), 192), (512, tw.full(), 128), (1024, tw.full(), 128),
+        (1280, tw.full(), 192), (384, tw.causal(), 128), (1024, tw.causal(), 128),
+        (1025, tw.causal(), 192), (1000, tw.window(100, 0), 128), (16384, tw.causal(), 192),
+    ],
+)  # fmt: skip
+def test_few_rows_have_short_tiles(
+    launches: Records, rows: int, mask: tw.Mask, rows_of_tile: int
+) -> None:
+    q, k, v = qkv(1, rows, rows)
+    with torch.no_grad():
+        tw.attention(q, k, v, mask=mask, backend="hopper")
+    ((_, _, arguments),) = launches
+    assert arguments[-1].tile.block_m == rows_of_tile
+
+
+def test_a_backward_takes_tile_after_tile(launches: Records) -> None:
+    """As many programs as processors, or as tiles of keys."""
+    for n_keys, n_programs in ((1000, 2 * 8 * 2), (20000, 132)):
+        x = qkv(2, 300, n_keys)
+        out = tw.attention(*x, backend="hopper")
+        launches.clear()
+        torch.autograd.grad(out, x, torch.zeros_like(out))
+        grids = {name: grid for name, grid, _ in launches}
+        assert grids["_attention_bwd_hopper_kernel"] == (n_programs,)

@@ -42,6 +42,18 @@ CASES: list[tuple[tuple[int, ...], tw.Mask]] = [
 ]
 
 
+@pytest.mark.parametrize("is_short", [True, False])
+@pytest.mark.parametrize("mask", [tw.causal(), tw.window(150, 3), tw.full()])
+def test_tall_and_short_tiles_of_narrow_heads(
+    mask: tw.Mask, is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilewise.dense import hopper_call
+
+    monkeypatch.setattr(hopper_call, "has_short_tiles", lambda rows, *, is_uneven: is_short)
+    sizes = (420, 300, 2, 1, 64, 64)
+    test_a_forward_is_within_budget(sizes, mask, 2, torch.bfloat16, monkeypatch)
+
+
 @pytest.mark.parametrize("processors", [2, 132])
 @pytest.mark.parametrize(("sizes", "mask"), CASES, ids=lambda x: str(x))
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])

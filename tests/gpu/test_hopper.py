@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +30,7 @@ from tests.gpu.hopper import (
 )
 from tests.helpers import check_call
 from tilewise.core.tolerance import assert_lse_within_budget, assert_within_budget
+from tilewise.dense import warm
 from tilewise.report.verify import poisoned_memory
 
 pytestmark = [pytest.mark.gpu, NEEDS_HOPPER]
@@ -210,6 +211,38 @@ def test_a_row_of_nan_stays_alone(D: int) -> None:
     expected[:, 77, 1], expected_lse[:, 1, 77] = out[:, 77, 1], lse[:, 1, 77]
     assert torch.equal(out.nan_to_num(3.0), expected.nan_to_num(3.0))
     assert torch.equal(lse.nan_to_num(3.0), expected_lse.nan_to_num(3.0))
+
+
+# ---------------------------------------------------------------- tall tiles, whatever the rows
+
+
+@pytest.fixture
+def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Those that narrow heads of many rows have."""
+    from tilewise.dense import hopper_call
+
+    monkeypatch.setattr(hopper_call, "has_short_tiles", lambda rows, *, is_uneven: False)
+    warm._kept.clear()
+    yield
+    warm._kept.clear()
+
+
+@pytest.mark.usefixtures("tall_tiles")
+@pytest.mark.parametrize("M", RAGGED)
+def test_ragged_lengths_of_tall_tiles(M: int) -> None:
+    test_ragged_lengths(64, M)
+
+
+@pytest.mark.usefixtures("tall_tiles")
+def test_windows_of_tall_tiles() -> None:
+    test_windows(64)
+
+
+@pytest.mark.usefixtures("tall_tiles")
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_hard_inputs_of_tall_tiles(dtype: torch.dtype, name: str) -> None:
+    test_hard_inputs(64, dtype, name)
 
 
 # ---------------------------------------------------------------- what else a score is made of

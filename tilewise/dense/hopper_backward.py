@@ -1,8 +1,9 @@
 """Backward of the hopper backend (sm_90): five products in one pass, warp specialised.
 
-Dims: a program owns 128 keys of one kv head, 64 to each of two consumer warp groups, and visits
-    blocks of 64 query rows, head after head of the group.
-Grid: one program for every tile of keys and kv head.
+Dims: a tile is 128 keys of one kv head, 64 to each of two consumer warp groups, which visit blocks
+    of 64 query rows, head after head of the group.
+Grid: as many programs as multiprocessors, or one for every tile of keys and kv head if those are
+    fewer. A program takes tile after tile from a counter; each tile is one program's alone.
 Math: as in `triton_backward.py`. S^T and dP^T `[keys, rows]` are computed transposed, so that P^T
     and dS^T are left operands of dV and dK straight from registers. dQ of a block needs the dS of
     all keys: both consumers put theirs in shared memory, where it is multiplied by K, and TMA adds
@@ -24,12 +25,16 @@ Up to 128: the consumers', half of K's columns each. So that none waits for the 
 Without `has_dq`: as the first, and there is no dQ.
 
 Barriers:
-    keys_full: K and V have arrived.
+    keys_full [slot]: K and V have arrived, and before them the mail, which says of which tile (an
+        index of -1: of none, and all roles end).
     q_full, do_full [slot]: a block's rows have arrived; with Q come lse and delta.
-    empty [slot]: both consumers are done with a block. The producer sends one Q more than there
-        are blocks, for the S^T that nobody uses.
+    empty [slot]: both consumers are done with a block. Of each tile the producer sends one Q more
+        than there are blocks, for the S^T that nobody uses.
     ds_full, ds_free [place]: both consumers have stored dS; whoever makes dQ has read it.
     keys_free: all are done with K, so that dK may be staged there; V is read by its owner alone.
+    keys_empty [slot]: dK and dV have left from there, so that another tile's keys may come.
+Slots of rows are counted over all tiles of a program, with the one more of each; places of dS too,
+without it. Where there are two slots of keys, the next tile's come while one is worked on.
 """
 
 from __future__ import annotations
@@ -55,13 +60,15 @@ from ..kernels.gluon import (
 )
 from .hopper_backward_common import (
     BLOCK_M,
+    MAIL_FIELDS,
     Descriptors,
-    find_tile,
-    find_work,
-    load_partition,
+    has_tile,
+    keys_slot,
+    load_tiles_partition,
     next_block,
     number_of,
     probabilities,
+    read_mail,
     sequence_of,
 )
 from .hopper_producer import ROWS
@@ -99,23 +106,23 @@ class Memory(NamedTuple):
     dq: Any
     keys_full: Any
     keys_free: Any
+    keys_empty: Any
     q_full: Any
     do_full: Any
     empty: Any
     ds_full: Any
     ds_free: Any
     landing: Any
+    mail: Any
 
 
 # ---------------------------------------------------------------- consumers
 
 
 @gluon.jit
-def _own_keys(ring, zero, ID: gl.constexpr, DIM: gl.constexpr, IS_KEPT: gl.constexpr):
-    """A consumer's keys as a left operand. zero: always 0, but the compiler does not know: it would
-    move the descriptors of shared memory out of the loop, and then spill them. IS_KEPT: in
-    registers."""
-    tile = tile_at(ring, ID + zero, ROWS, DIM)
+def _own_keys(ring, first, ID: gl.constexpr, DIM: gl.constexpr, IS_KEPT: gl.constexpr):
+    """A consumer's keys as a left operand. first: where the tile's begin. IS_KEPT: in registers."""
+    tile = tile_at(ring, first + ID, ROWS, DIM)
     if IS_KEPT:
         return tile.load(left_operand(BLOCK_M))
     else:
@@ -124,82 +131,121 @@ def _own_keys(ring, zero, ID: gl.constexpr, DIM: gl.constexpr, IS_KEPT: gl.const
 
 @gluon.jit
 def _mma_partition(
-    descs, memory, call, tile, dk_out, dv_out, ID: gl.constexpr, BUILD: gl.constexpr
+    descs, memory, call, blocks_of_head, dk_out, dv_out, ID: gl.constexpr, BUILD: gl.constexpr
 ):
+    n_tiles, n_blocks = 0, 0
+    while has_tile(memory, n_tiles, BUILD):
+        n_blocks = _own_tile(
+            descs, memory, call, blocks_of_head, dk_out, dv_out, n_tiles, n_blocks, ID, BUILD
+        )
+        n_tiles += 1
+
+
+@gluon.jit
+def _own_tile(
+    descs, memory, call, blocks_of_head, dk_out, dv_out, n_tiles, n_blocks, ID: gl.constexpr,
+    BUILD: gl.constexpr,
+):  # fmt: skip
+    """A consumer's half of a tile, whose keys are there. n_tiles, n_blocks: what the program had
+    before. Returns: n_blocks with this tile's."""
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
-    work = find_work(call, tile, BUILD)
+    keys_at, _ = keys_slot(n_tiles, BUILD)
+    _, work = read_mail(memory, keys_at, blocks_of_head, BUILD)
+    end = n_blocks + work.n_all
     dk = gl.zeros([ROWS, DIM], gl.float32, accumulator(DIM))
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, accumulator(VALUE_DIM))
     dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
-    mbarrier.wait(memory.keys_full.index(0), 0)
-    k_own = _own_keys(memory.k, 0, ID, DIM, BUILD.keeps_keys)
-    v_own = _own_keys(memory.v, 0, ID, VALUE_DIM, BUILD.keeps_values)
-    mbarrier.wait(memory.q_full.index(0), 0)
-    s = issue_product(k_own, memory.q, 0, DIM)
+    first_keys = keys_at * _N_CONSUMERS
+    k_own = _own_keys(memory.k, first_keys, ID, DIM, BUILD.keeps_keys)
+    v_own = _own_keys(memory.v, first_keys, ID, VALUE_DIM, BUILD.keeps_values)
+    slot, phase = _slot_of(n_blocks + n_tiles, BUILD)
+    mbarrier.wait(memory.q_full.index(slot), phase)
+    s = issue_product(k_own, memory.q, slot, DIM)
     head, i = 0, 0
     if BUILD.has_dq and not BUILD.has_queries:
         if ID == 1:
             _pass_turn(ID)
-        mbarrier.wait(memory.do_full.index(0), 0)
-        dp = issue_product(v_own, memory.dout, 0, VALUE_DIM)
+        mbarrier.wait(memory.do_full.index(slot), phase)
+        dp = issue_product(v_own, memory.dout, slot, VALUE_DIM)
         s, dp = warpgroup_mma_wait(0, [s, dp])
         # Keys that no row sees have no block, and after the first Q there comes none.
-        if work.n_all > 0:
+        if end > n_blocks:
             dk, dv = _visit_all_in_turn(
-                s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, ID, BUILD
-            )
+                s, dp, dk, dv, k_own, v_own, descs, memory, call, blocks_of_head, n_tiles,
+                n_blocks, end, ID, BUILD,
+            )  # fmt: skip
         # The turn that nobody takes.
         if ID == 0:
             _take_turn(ID)
     else:
         s = warpgroup_mma_wait(0, [s])
-        for j in range(work.n_all):
-            s, dk, dv = _visit(
-                s, dk, dv, k_own, v_own, memory, call, tile, work, j, head, i, ID, BUILD
-            )
-            head, i = next_block(work, head, i)
-        # The dO that nobody used has to land while this memory is still the program's.
-        last = work.n_all % BUILD.slots
-        mbarrier.wait(memory.do_full.index(last), (work.n_all // BUILD.slots) & 1)
+        for j in range(n_blocks, end):
+            s, dk, dv, head, i = _visit(
+                s, dk, dv, k_own, v_own, memory, call, blocks_of_head, j, n_tiles, head, i, ID,
+                BUILD,
+            )  # fmt: skip
+    # The rows that nobody used: what comes where they are must not overtake them.
+    slot, phase = _slot_of(end + n_tiles, BUILD)
+    mbarrier.wait(memory.do_full.index(slot), phase)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    mbarrier.arrive(memory.empty.index(slot), count=1)
     mbarrier.arrive(memory.keys_free.index(0), count=1)
     dk = dk * call.terms.gradient_scale
+    tile, _ = read_mail(memory, keys_at, blocks_of_head, BUILD)
     seq, n0 = sequence_of(call, tile, BUILD)
     at = [seq.batch, tile.kv_head, seq.k_first + n0 + ID * ROWS, 0]
     n_rows = seq.k_stored - n0 - ID * ROWS
     store_result(
-        descs.dv, memory.v, ID, dv_out, at, dv, 0, n_rows,
+        descs.dv, memory.v, first_keys + ID, dv_out, at, dv, 0, n_rows,
         BUILD.value_columns, VALUE_DIM, VALUE_DIM, BUILD,
     )  # fmt: skip
-    mbarrier.wait(memory.keys_free.index(0), 0)
+    mbarrier.wait(memory.keys_free.index(0), n_tiles & 1)
     store_result(
-        descs.dk, memory.k, ID, dk_out, at, dk, 0, n_rows, BUILD.columns, DIM, DIM, BUILD
+        descs.dk, memory.k, first_keys + ID, dk_out, at, dk, 0, n_rows,
+        BUILD.columns, DIM, DIM, BUILD,
     )  # fmt: skip
-    # Shared memory stays until all of it has left.
     tma_store_wait(0)
+    mbarrier.arrive(memory.keys_empty.index(keys_at), count=1)
+    return end
+
+
+@gluon.jit
+def _slot_of(use, BUILD: gl.constexpr):
+    """Slot and phase of the rows that are the program's number `use`."""
+    return use % BUILD.slots, (use // BUILD.slots) & 1
+
+
+@gluon.jit
+def _zero(j):
+    """0, but the compiler does not know: it would move descriptors of shared memory out of the
+    loop, and then spill them."""
+    return j >> 30
 
 
 @gluon.jit
 def _visit(
-    s, dk, dv, k_own, v_own, memory, call, tile, work, j, head, i,
+    s, dk, dv, k_own, v_own, memory, call, blocks_of_head, j, n_tiles, head, i,
     ID: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows; dQ is somebody else's. s: its scores. Returns: the scores of the next one,
-    dk, dv."""
+    """One block of rows, the program's number j, which is block i of a head; dQ is somebody else's.
+    s: its scores. n_tiles: those before. Returns: the scores of the next one, dk, dv, head, i."""
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
     DTYPE: gl.constexpr = memory.q.dtype
-    slot, phase = j % BUILD.slots, (j // BUILD.slots) & 1
+    slot, phase = _slot_of(j + n_tiles, BUILD)
+    keys_at, _ = keys_slot(n_tiles, BUILD)
+    first_keys = keys_at * _N_CONSUMERS + _zero(j)
     if not BUILD.keeps_values:
-        v_own = _own_keys(memory.v, j >> 30, ID, VALUE_DIM, False)
+        v_own = _own_keys(memory.v, first_keys, ID, VALUE_DIM, False)
     if not BUILD.keeps_keys:
-        k_own = _own_keys(memory.k, j >> 30, ID, DIM, False)
+        k_own = _own_keys(memory.k, first_keys, ID, DIM, False)
     mbarrier.wait(memory.do_full.index(slot), phase)
     dp = issue_product(v_own, memory.dout, slot, VALUE_DIM)
     of_rows = memory.rows.index(slot)
     COLUMN: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_M))
     lse = load_columns(of_rows, 0, BLOCK_M, COLUMN)
+    tile, work = read_mail(memory, keys_at, blocks_of_head, BUILD)
     p, p_inner = probabilities(s, lse, call, tile, work, head, i, ID, BUILD)
     left = gl.convert_layout(p.to(DTYPE), left_operand(VALUE_DIM))
     dv = warpgroup_mma(left, tile_at(memory.dout, slot, BLOCK_M, VALUE_DIM), dv, is_async=True)
@@ -210,15 +256,17 @@ def _visit(
         _share_ds(memory, ds, j, ID, BUILD)
     left = gl.convert_layout(ds, left_operand(DIM))
     dk = warpgroup_mma(left, tile_at(memory.q, slot, BLOCK_M, DIM), dk, is_async=True)
-    next_slot = (j + 1) % BUILD.slots
+    next_slot, next_phase = _slot_of(j + n_tiles + 1, BUILD)
     # An accumulator in flight around the loop makes ptxas wait after every product.
-    mbarrier.wait(memory.q_full.index(next_slot), ((j + 1) // BUILD.slots) & 1)
+    mbarrier.wait(memory.q_full.index(next_slot), next_phase)
     s = issue_product(k_own, memory.q, next_slot, DIM)
     dk, dv = warpgroup_mma_wait(1, [dk, dv])
     dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
     mbarrier.arrive(memory.empty.index(slot), count=1)
     s = warpgroup_mma_wait(0, [s])
-    return s, dk, dv
+    _, work = read_mail(memory, keys_at, blocks_of_head, BUILD)
+    head, i = next_block(work, head, i)
+    return s, dk, dv, head, i
 
 
 @gluon.jit
@@ -234,47 +282,47 @@ def _share_ds(memory, ds, j, ID: gl.constexpr, BUILD: gl.constexpr):
 
 @gluon.jit
 def _visit_all_in_turn(
-    s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work,
+    s, dp, dk, dv, k_own, v_own, descs, memory, call, blocks_of_head, n_tiles, begin, end,
     ID: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
-    """All blocks, at least one, from the first one's scores and dP^T on. Returns: dk, dv."""
-    head, i = 0, 0
+    """Blocks from begin to end, at least one, from the first one's scores and dP^T on. n_tiles:
+    those before. Returns: dk, dv."""
     # There is no dS before the first block's.
-    s, dp, dk, dv = _visit_in_turn(
-        s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, 0, head, i, 0, True, ID,
-        BUILD,
+    s, dp, dk, dv, before, head, i = _visit_in_turn(
+        s, dp, dk, dv, k_own, v_own, descs, memory, call, blocks_of_head, begin, n_tiles, 0, 0, 0,
+        True, ID, BUILD,
     )  # fmt: skip
-    before = number_of(work, head, i)
-    head, i = next_block(work, head, i)
-    for j in range(1, work.n_all):
-        s, dp, dk, dv = _visit_in_turn(
-            s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i, before,
-            False, ID, BUILD,
+    for j in range(begin + 1, end):
+        s, dp, dk, dv, before, head, i = _visit_in_turn(
+            s, dp, dk, dv, k_own, v_own, descs, memory, call, blocks_of_head, j, n_tiles, head, i,
+            before, False, ID, BUILD,
         )  # fmt: skip
-        before = number_of(work, head, i)
-        head, i = next_block(work, head, i)
-    _add_last_dq(descs, memory, work.n_all - 1, before, ID, BUILD)
+    _add_last_dq(descs, memory, end - 1, n_tiles, before, ID, BUILD)
     return dk, dv
 
 
 @gluon.jit
 def _visit_in_turn(
-    s, dp, dk, dv, k_own, v_own, descs, memory, call, tile, work, j, head, i, before,
+    s, dp, dk, dv, k_own, v_own, descs, memory, call, blocks_of_head, j, n_tiles, head, i, before,
     IS_FIRST: gl.constexpr, ID: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows, and dQ of the one before it. s, dp: the block's scores and dP^T. before:
-    the number of the one before. Returns: scores and dP^T of the next one, dk, dv."""
+    """One block of rows, the program's number j, which is block i of a head, and dQ of the one
+    before it. s, dp: the block's scores and dP^T. n_tiles: those before. before: the number of the
+    block before. Returns: scores and dP^T of the next one, dk, dv, before, head, i."""
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
     DTYPE: gl.constexpr = memory.q.dtype
     COLUMN: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_M))
-    slot, zero = j % BUILD.slots, j >> 30
+    slot, _ = _slot_of(j + n_tiles, BUILD)
+    keys_at, _ = keys_slot(n_tiles, BUILD)
+    first_keys = keys_at * _N_CONSUMERS + _zero(j)
     if not BUILD.keeps_values:
-        v_own = _own_keys(memory.v, zero, ID, VALUE_DIM, False)
+        v_own = _own_keys(memory.v, first_keys, ID, VALUE_DIM, False)
     if not BUILD.keeps_keys:
-        k_own = _own_keys(memory.k, zero, ID, DIM, False)
+        k_own = _own_keys(memory.k, first_keys, ID, DIM, False)
     of_rows = memory.rows.index(slot)
     lse = load_columns(of_rows, 0, BLOCK_M, COLUMN)
+    tile, work = read_mail(memory, keys_at, blocks_of_head, BUILD)
     p, p_inner = probabilities(s, lse, call, tile, work, head, i, ID, BUILD)
     delta = load_columns(of_rows, BLOCK_M, BLOCK_M, COLUMN)
     ds = (p_inner * (dp - delta[None, :])).to(DTYPE)
@@ -297,13 +345,13 @@ def _visit_in_turn(
         # An accumulator in flight around the loop makes ptxas wait after every product, so it is
         # the block before's.
         COLUMNS: gl.constexpr = BUILD.dq_columns
-        dq = _issue_dq(memory, last % PLACES, zero, ID * COLUMNS, COLUMNS, DIM)
+        dq = _issue_dq(memory, last % PLACES, first_keys, ID * COLUMNS, COLUMNS, DIM)
         _pass_turn(ID)
         dk, dv, dq = warpgroup_mma_wait(0, [dk, dv, dq])
         mbarrier.arrive(memory.ds_free.index(last % PLACES), count=1)
     dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
     mbarrier.arrive(memory.empty.index(slot), count=1)
-    next_slot, next_phase = (j + 1) % BUILD.slots, ((j + 1) // BUILD.slots) & 1
+    next_slot, next_phase = _slot_of(j + n_tiles + 1, BUILD)
     mbarrier.wait(memory.q_full.index(next_slot), next_phase)
     s = issue_product(k_own, memory.q, next_slot, DIM)
     # Before dP, which takes the registers.
@@ -312,17 +360,23 @@ def _visit_in_turn(
     mbarrier.wait(memory.do_full.index(next_slot), next_phase)
     dp = issue_product(v_own, memory.dout, next_slot, VALUE_DIM)
     s, dp = warpgroup_mma_wait(0, [s, dp])
-    return s, dp, dk, dv
+    _, work = read_mail(memory, keys_at, blocks_of_head, BUILD)
+    before = number_of(work, head, i)
+    head, i = next_block(work, head, i)
+    return s, dp, dk, dv, before, head, i
 
 
 @gluon.jit
-def _add_last_dq(descs, memory, last, number, ID: gl.constexpr, BUILD: gl.constexpr):
-    """dQ of the last block, `last` in the program's count."""
+def _add_last_dq(descs, memory, last, n_tiles, number, ID: gl.constexpr, BUILD: gl.constexpr):
+    """dQ of a tile's last block, `last` in the program's count."""
+    keys_at, _ = keys_slot(n_tiles, BUILD)
     COLUMNS: gl.constexpr = BUILD.dq_columns
     PLACES: gl.constexpr = ds_places(BUILD)
     mbarrier.wait(memory.ds_full.index(last % PLACES), (last // PLACES) & 1)
-    dq = _issue_dq(memory, last % PLACES, 0, ID * COLUMNS, COLUMNS, BUILD.dim)
+    first_keys = keys_at * _N_CONSUMERS
+    dq = _issue_dq(memory, last % PLACES, first_keys, ID * COLUMNS, COLUMNS, BUILD.dim)
     dq = warpgroup_mma_wait(0, [dq])
+    mbarrier.arrive(memory.ds_free.index(last % PLACES), count=1)
     tma_store_wait(0)
     sync_partition()
     _send_dq(descs, memory, dq, number, ID, BUILD)
@@ -351,13 +405,13 @@ def _pass_turn(ID: gl.constexpr):
 
 @gluon.jit
 def _issue_dq(
-    memory, place, zero, START: gl.constexpr, COLUMNS: gl.constexpr, DIM: gl.constexpr
+    memory, place, first_keys, START: gl.constexpr, COLUMNS: gl.constexpr, DIM: gl.constexpr
 ):  # fmt: skip
     """Columns of dQ from START on, over the keys of both consumers, on its way."""
     dq = gl.zeros([BLOCK_M, COLUMNS], gl.float32, accumulator(COLUMNS))
     for i in gl.static_range(_N_CONSUMERS):
         ds = memory.ds.index(place * _N_CONSUMERS + i).permute((1, 0))
-        k = tile_at(memory.k, i + zero, ROWS, DIM)
+        k = tile_at(memory.k, first_keys + i, ROWS, DIM)
         if COLUMNS < DIM:
             k = k.slice(START, COLUMNS, 1)
         dq = warpgroup_mma(ds, k, dq, use_acc=i > 0, is_async=True)
@@ -365,17 +419,28 @@ def _issue_dq(
 
 
 @gluon.jit
-def _query_partition(descs, memory, call, tile, BUILD: gl.constexpr):
-    """dQ of block after block, added to the buffer. Two places to leave by take turns."""
+def _query_partition(descs, memory, blocks_of_head, BUILD: gl.constexpr):
+    n_tiles, n_blocks = 0, 0
+    while has_tile(memory, n_tiles, BUILD):
+        n_blocks = _add_dq(descs, memory, blocks_of_head, n_tiles, n_blocks, BUILD)
+        n_tiles += 1
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _add_dq(descs, memory, blocks_of_head, n_tiles, n_blocks, BUILD: gl.constexpr):
+    """dQ of a tile's block after block, added to the buffer. Two places to leave by take turns.
+    n_tiles, n_blocks: those before. Returns: n_blocks with this tile's."""
     DIM: gl.constexpr = BUILD.dim
     PLACES: gl.constexpr = ds_places(BUILD)
-    work = find_work(call, tile, BUILD)
-    mbarrier.wait(memory.keys_full.index(0), 0)
+    keys_at, _ = keys_slot(n_tiles, BUILD)
+    _, work = read_mail(memory, keys_at, blocks_of_head, BUILD)
+    end = n_blocks + work.n_all
     head, i = 0, 0
-    for j in range(work.n_all):
+    for j in range(n_blocks, end):
         place, half = j % PLACES, j & 1
         mbarrier.wait(memory.ds_full.index(place), (j // PLACES) & 1)
-        dq = _issue_dq(memory, place, j >> 30, 0, DIM, DIM)
+        dq = _issue_dq(memory, place, keys_at * _N_CONSUMERS + _zero(j), 0, DIM, DIM)
         dq = warpgroup_mma_wait(0, [dq])
         # Of the block before the last, dQ has been read.
         tma_store_wait(1)
@@ -387,7 +452,7 @@ def _query_partition(descs, memory, call, tile, BUILD: gl.constexpr):
         tma_reduce_add(descs.dq, [at, 0], memory.dq.index(half))
         head, i = next_block(work, head, i)
     mbarrier.arrive(memory.keys_free.index(0), count=1)
-    tma_store_wait(0)
+    return end
 
 
 @gluon.jit
@@ -406,7 +471,6 @@ def _attention_bwd_hopper_kernel(
     heads, BUILD: gl.constexpr,
 ):  # fmt: skip
     begin_next()
-    tile = find_tile(call, heads, BUILD)
     descs = Descriptors(q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc)
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
@@ -415,8 +479,10 @@ def _attention_bwd_hopper_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     HAS_DQ: gl.constexpr = BUILD.has_dq
     q = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 1, 1, BLOCK_M, DIM], q_desc.layout)
-    k = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, ROWS, DIM], k_desc.layout)
-    v = gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
+    KEY_SLOTS: gl.constexpr = BUILD.key_slots
+    TILES: gl.constexpr = KEY_SLOTS * _N_CONSUMERS
+    k = gl.allocate_shared_memory(k_desc.dtype, [TILES, 1, 1, ROWS, DIM], k_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [TILES, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
     dout = gl.allocate_shared_memory(
         dout_desc.dtype, [SLOTS, 1, 1, BLOCK_M, VALUE_DIM], dout_desc.layout
     )
@@ -430,15 +496,20 @@ def _attention_bwd_hopper_kernel(
         dq = gl.allocate_shared_memory(
             gl.float32, [2, ROWS * COLUMNS // BUFFER_COLUMNS, BUFFER_COLUMNS], dq_desc.layout
         )
-    keys_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    keys_full = gl.allocate_shared_memory(gl.int64, [KEY_SLOTS, 1], BARRIER)
     keys_free = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    keys_empty = gl.allocate_shared_memory(gl.int64, [KEY_SLOTS, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
     ds_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
     landing = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    mbarrier.init(keys_full.index(0), count=1)
+    MAIL: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    mail = gl.allocate_shared_memory(gl.int32, [KEY_SLOTS * MAIL_FIELDS, 1], MAIL)
+    for i in gl.static_range(KEY_SLOTS):
+        mbarrier.init(keys_full.index(i), count=1)
+        mbarrier.init(keys_empty.index(i), count=_N_CONSUMERS)
     N_READERS: gl.constexpr = _N_CONSUMERS + 1 if HAS_QUERIES else _N_CONSUMERS
     mbarrier.init(keys_free.index(0), count=N_READERS)
     mbarrier.init(landing.index(0), count=1)
@@ -452,9 +523,10 @@ def _attention_bwd_hopper_kernel(
         mbarrier.init(ds_free.index(i), count=N_FREEING)
     fence_async_shared()
     memory = Memory(
-        q, k, v, dout, rows, ds, dq, keys_full, keys_free, q_full, do_full, empty, ds_full, ds_free,
-        landing,
+        q, k, v, dout, rows, ds, dq, keys_full, keys_free, keys_empty, q_full, do_full, empty,
+        ds_full, ds_free, landing, mail,
     )  # fmt: skip
+    blocks = heads.n_blocks
     CONSUMER_REGISTERS: gl.constexpr = BUILD.registers[0]
     PRODUCER_REGISTERS: gl.constexpr = BUILD.registers[1]
     if HAS_QUERIES:
@@ -462,10 +534,10 @@ def _attention_bwd_hopper_kernel(
         QUERY_REGISTERS: gl.constexpr = 512 - 2 * CONSUMER_REGISTERS - PRODUCER_REGISTERS
         gl.warp_specialize(
             [
-                (_mma_partition, (descs, memory, call, tile, dk, dv, 0, BUILD)),
-                (_mma_partition, (descs, memory, call, tile, dk, dv, 1, BUILD)),
-                (_query_partition, (descs, memory, call, tile, BUILD)),
-                (load_partition, (descs, memory, call, tile, BUILD)),
+                (_mma_partition, (descs, memory, call, blocks, dk, dv, 0, BUILD)),
+                (_mma_partition, (descs, memory, call, blocks, dk, dv, 1, BUILD)),
+                (_query_partition, (descs, memory, blocks, BUILD)),
+                (load_tiles_partition, (descs, memory, call, heads, BUILD)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, QUERY_REGISTERS, PRODUCER_REGISTERS],
@@ -473,9 +545,9 @@ def _attention_bwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_mma_partition, (descs, memory, call, tile, dk, dv, 0, BUILD)),
-                (_mma_partition, (descs, memory, call, tile, dk, dv, 1, BUILD)),
-                (load_partition, (descs, memory, call, tile, BUILD)),
+                (_mma_partition, (descs, memory, call, blocks, dk, dv, 0, BUILD)),
+                (_mma_partition, (descs, memory, call, blocks, dk, dv, 1, BUILD)),
+                (load_tiles_partition, (descs, memory, call, heads, BUILD)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -14,13 +14,14 @@ from ..kernels.structs import Operand, absent, code
 from . import (
     hopper_backward,
     hopper_backward_common,
+    hopper_call,
     hopper_producer,
     hopper_query_backward,
     hopper_rows,
     hopper_wide_backward,
 )
 from .hopper_backward_common import BackwardBuild, Heads
-from .hopper_config import backward_config, product_dim, query_config, tile_dim
+from .hopper_config import backward_config, prepare_config, product_dim, query_config, tile_dim
 from .hopper_descriptors import describe_numbers, describe_tiles, spread
 from .hopper_producer import SpanBuild
 from .hopper_query_backward import Numbers, Outputs, QueryBuild
@@ -139,8 +140,7 @@ class _Backward:
         return Launch(
             hopper_rows._attention_bwd_hopper_prepare_kernel,
             (self._n_blocks,),
-            # Rows of O in two parts and of dO: too many for the registers of four warps.
-            Config(_M, 0, 8 if self._dims[1] > _WIDEST_OF_ONE_PASS else 4, 1),
+            prepare_config(self._dims[1]),
             (
                 *operands[:2], call.operand(dout),
                 call.statistics(lse), call.statistics(dlse), self._rows, buffer,
@@ -154,20 +154,27 @@ class _Backward:
         call, config, terms = self._call, self._config, self._call.piece.terms
         (dim, value_dim), block_n = self._dims, config.launch.block_n
         plan = call.plan_keys(config.launch)
+        order = self._order(call.G, call.M * call.H // max(1, call.G))
+        n_programs = plan.n_programs
+        if not self._is_wide:
+            device = call.device
+            counter = hopper_call._counter(device)
+            order = order._replace(ptr=counter, n_tiles=code(n_programs))
+            n_programs = min(n_programs, hopper_call._multiprocessors(device))
         # What is added to is read and written by rows.
         by_tma = (self._k, self._v) if self._is_added else (self._dk, self._dv)
         build = BackwardBuild(
             dim, value_dim, *self._widths, call.place_kind, SpanBuild(call.mask_kind, _M, block_n),
             call.is_folded, terms.softcap is not None, terms.alibi_slopes is not None,
-            self._is_one_pass, self._has_queries, self._dq_columns, config.slots, config.keeps_keys,
-            config.keeps_values, config.takes_turns, config.registers,
+            self._is_one_pass, self._has_queries, self._dq_columns, config.key_slots, config.slots,
+            config.keeps_keys, config.keeps_values, config.takes_turns, config.registers,
             self._dk.shape[-1], self._dv.shape[-1], self._is_added,
         )  # fmt: skip
         return Launch(
             hopper_wide_backward._attention_bwd_hopper_wide_kernel
             if self._is_wide
             else hopper_backward._attention_bwd_hopper_kernel,
-            (plan.n_programs,),
+            (n_programs,),
             config.launch._replace(begins_early=True),
             (
                 describe_tiles(self._q, _M, dim),
@@ -178,9 +185,7 @@ class _Backward:
                 buffer,
                 describe_tiles(by_tma[0], _ROWS, dim),
                 describe_tiles(by_tma[1], _ROWS, value_dim),
-                call.operand(self._dk), call.operand(self._dv), plan.call,
-                self._order(call.G, call.M * call.H // max(1, call.G)),
-                build,
+                call.operand(self._dk), call.operand(self._dv), plan.call, order, build,
             ),
             (self._is_one_pass, *self._tag(self._dk, self._dv)),
         )  # fmt: skip
@@ -197,7 +202,7 @@ class _Backward:
         is_uneven = band is not None and (band.left < UNBOUNDED or band.right < UNBOUNDED)
         head_bytes = max(1, rows * sum(self._dims) * self._q.element_size())
         together = max(1, min(n_heads, L2_BYTES // head_bytes)) if is_uneven else 1
-        return Heads(code(n_heads), code(together), code(self._n_blocks // call.H))
+        return Heads(None, None, code(n_heads), code(together), code(self._n_blocks // call.H))
 
     def _finish(self, buffer: Tensor) -> Launch:
         """dQ from the buffer."""

@@ -29,6 +29,9 @@ from .hopper_fresh import fresh_number, fresh_sequence
 from .hopper_producer import (
     ROWS,
     SpanBuild,
+    _next_ticket,
+    _put_back,
+    _receive,
     clear_rows,
     locate,
 )
@@ -43,10 +46,10 @@ class BackwardBuild(NamedTuple):
     `placement.py`. span: of a tile of keys. is_folded: a score is nothing but the scaled product.
     is_capped, has_slopes: there is a softcap, there are slopes. has_dq: dQ is added up in the
     same pass. has_queries: by a warp group of its own. dq_columns: of dQ that leave at a time.
-    slots: blocks of rows in flight. keeps_keys, keeps_values: K and V stay in registers as left
-    operands. takes_turns: groups issue their products one after the other. registers: of
-    consumers, of the producer. columns, value_columns: of dK and dV in memory, where they are
-    not stored by TMA. is_added: dK and dV are added to fp32 tensors.
+    key_slots, slots: tiles of keys and blocks of rows in flight. keeps_keys, keeps_values: K and V
+    stay in registers as left operands. takes_turns: groups issue their products one after the
+    other. registers: of consumers, of the producer. columns, value_columns: of dK and dV in memory,
+    where they are not stored by TMA. is_added: dK and dV are added to fp32 tensors.
     """
 
     dim: int
@@ -61,6 +64,7 @@ class BackwardBuild(NamedTuple):
     has_dq: bool
     has_queries: bool
     dq_columns: int
+    key_slots: int
     slots: int
     keeps_keys: bool
     keeps_values: bool
@@ -85,10 +89,13 @@ class Descriptors(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The order of a kernel's programs. n_heads: over all batch rows. together: how many take turns
-    (see `hopper_producer.order_of`). n_blocks: of 64 rows of a query head, of all sequences. All
-    are coded."""
+    """The order of a kernel's tiles. ptr, n_tiles: of one whose programs take tile after tile, as
+    `hopper_producer.Tickets` has them, else None. n_heads: over all batch rows. together: how many
+    take turns (see `hopper_producer.order_of`). n_blocks: of 64 rows of a query head, of all
+    sequences. The numbers are coded."""
 
+    ptr: Any
+    n_tiles: Any
     n_heads: Any
     together: Any
     n_blocks: Any
@@ -102,6 +109,10 @@ class Tile(NamedTuple):
     kv_head: Any
     number: Any
     blocks_of_head: Any
+
+
+# Numbers in the mail: a tile's three, and six of its work.
+MAIL_FIELDS = gl.constexpr(16)
 
 
 class Work(NamedTuple):
@@ -172,22 +183,73 @@ def number_of(work, head, i):
 
 @gluon.jit
 def load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
+    """Of a program of one tile."""
     work = find_work(call, tile, BUILD)
+    _load_tile(descs, memory, call, tile, work, 0, 0, gl.to_tensor(0), BUILD)
+
+
+@gluon.jit
+def load_tiles_partition(descs, memory, call, heads, BUILD: gl.constexpr):
+    """Of a program that takes tile after tile. The mail says which, and at last that there is none
+    (an index of -1)."""
+    n_all = fresh_number(heads.n_tiles, BUILD)
+    ticket = gl.program_id(0)
+    n_tiles, n_uses, n_landed = 0, 0, 0
+    while ticket < n_all:
+        index, kv_head, number = locate(call.place, heads, ticket, FIRST_K_TILE, False, 1, BUILD)
+        tile = Tile(index, kv_head, number, heads.n_blocks)
+        work = find_work(call, tile, BUILD)
+        slot = _wait_for_keys_slot(memory, n_tiles, BUILD)
+        _send_tile(memory.mail, slot, tile, work)
+        n_landed = _load_tile(descs, memory, call, tile, work, slot, n_uses, n_landed, BUILD)
+        n_uses += work.n_all + 1
+        n_tiles += 1
+        ticket = _next_ticket(heads, BUILD)
+    slot = _wait_for_keys_slot(memory, n_tiles, BUILD)
+    _send_end(memory.mail, slot)
+    mbarrier.arrive(memory.keys_full.index(slot), count=1)
+    if n_all > gl.num_programs(0):
+        _put_back(heads)
+
+
+@gluon.jit
+def keys_slot(n_tiles, BUILD: gl.constexpr):
+    """Slot and phase of the keys of a program's tile, before which it had n_tiles."""
+    return n_tiles % BUILD.key_slots, (n_tiles // BUILD.key_slots) & 1
+
+
+@gluon.jit
+def _wait_for_keys_slot(memory, n_tiles, BUILD: gl.constexpr):
+    slot, phase = keys_slot(n_tiles, BUILD)
+    if n_tiles >= BUILD.key_slots:
+        mbarrier.wait(memory.keys_empty.index(slot), phase ^ 1)
+    return slot
+
+
+@gluon.jit
+def _load_tile(
+    descs, memory, call, tile, work, keys_at, n_uses, n_landed, BUILD: gl.constexpr
+):  # fmt: skip
+    """keys_at: the slot of its keys. n_uses: blocks of rows that the program had, those that nobody
+    used included. n_landed: copies it waited for. Returns: n_landed."""
     seq, n0 = sequence_of(call, tile, BUILD)
     # Rows that see something and keys that something sees; others may be NaN, and become 0.
     first_row = gl.maximum(seq.low - seq.right, 0)
     last_row = gl.minimum(seq.q_used, seq.high - seq.left)
     first_key = gl.maximum(seq.low, seq.left)
     last_key = gl.minimum(seq.high, seq.q_used + seq.right)
-    n_landed = _load_keys(descs, memory, seq, tile, first_key - n0, last_key - n0, BUILD)
+    n_landed = _load_keys(
+        descs, memory, seq, tile, keys_at, first_key - n0, last_key - n0, n_landed, BUILD
+    )
     first_head = tile.kv_head * fresh_number(call.place.group, BUILD)
     head, i = 0, 0
     # The numbers of rows, and the zeros that dQ is added to. K and V were there before.
     wait_for_last()
     for j in range(work.n_all + 1):
-        slot = j % BUILD.slots
-        if j >= BUILD.slots:
-            mbarrier.wait(memory.empty.index(slot), (j // BUILD.slots - 1) & 1)
+        use = n_uses + j
+        slot = use % BUILD.slots
+        if use >= BUILD.slots:
+            mbarrier.wait(memory.empty.index(slot), (use // BUILD.slots - 1) & 1)
         m0 = (work.begin + i) * BLOCK_M
         is_cut = m0 + BLOCK_M > last_row
         if BUILD.place < PACKED:
@@ -217,34 +279,84 @@ def load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
         # The one more that nobody uses is the last again.
         if j + 1 < work.n_all:
             head, i = next_block(work, head, i)
+    return n_landed
 
 
 @gluon.jit
-def _load_keys(descs, memory, seq, tile, start, stop, BUILD: gl.constexpr):
+def _send_tile(mail, slot, tile, work):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    zero = gl.full([1], 0, gl.int32, LAYOUT)
+    first = slot * MAIL_FIELDS
+    mail.index(first).store(zero + tile.index)
+    mail.index(first + 1).store(zero + tile.kv_head)
+    mail.index(first + 2).store(zero + tile.number)
+    mail.index(first + 3).store(zero + work.begin)
+    mail.index(first + 4).store(zero + work.head)
+    mail.index(first + 5).store(zero + work.n_whole)
+    mail.index(first + 6).store(zero + work.n_blocks)
+    mail.index(first + 7).store(zero + work.n_all)
+    mail.index(first + 8).store(zero + work.origin)
+
+
+@gluon.jit
+def _send_end(mail, slot):
+    """There is no tile any more."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mail.index(slot * MAIL_FIELDS).store(gl.full([1], -1, gl.int32, LAYOUT))
+
+
+@gluon.jit
+def has_tile(memory, n_tiles, BUILD: gl.constexpr):
+    """Waits for the keys of a program's next tile, or to hear that there is none; which it is."""
+    slot, phase = keys_slot(n_tiles, BUILD)
+    mbarrier.wait(memory.keys_full.index(slot), phase)
+    return _receive(memory.mail, slot * MAIL_FIELDS) >= 0
+
+
+@gluon.jit
+def read_mail(memory, slot, blocks_of_head, BUILD: gl.constexpr):
+    """The tile whose keys are in a slot, and its work. Read where it is needed: carried around the
+    loop, it would take registers."""
+    mail, first = memory.mail, slot * MAIL_FIELDS
+    tile = Tile(
+        _receive(mail, first), _receive(mail, first + 1), _receive(mail, first + 2), blocks_of_head
+    )
+    work = Work(
+        _receive(mail, first + 3), _receive(mail, first + 4), _receive(mail, first + 5),
+        _receive(mail, first + 6), _receive(mail, first + 7), _receive(mail, first + 8),
+        fresh_number(blocks_of_head, BUILD),
+    )  # fmt: skip
+    return tile, work
+
+
+@gluon.jit
+def _load_keys(
+    descs, memory, seq, tile, slot, start, stop, n_landed, BUILD: gl.constexpr
+):  # fmt: skip
     """K and V, with zeros in the rows outside [start, stop). Returns: n_landed."""
     n0 = tile.number * BUILD.span.block_n
     is_cut = stop < BUILD.span.block_n
     if BUILD.place < PACKED:
         is_cut = is_cut & (stop + n0 < seq.k_stored)
     is_cut = is_cut | (start > 0)
-    full = memory.keys_full.index(0)
+    full = memory.keys_full.index(slot)
     TILES: gl.constexpr = BUILD.span.block_n // ROWS
-    n_landed = 0
+    ring = slot * TILES
     if is_cut:
         for i in gl.static_range(TILES):
             at = [seq.batch, tile.kv_head, seq.k_first + n0 + i * ROWS, 0]
-            n_landed = land(descs.k, memory.k, memory.landing, at, i, n_landed)
-            clear_rows(memory.k, i, start - i * ROWS, stop - i * ROWS, ROWS, BUILD.dim)
-            n_landed = land(descs.v, memory.v, memory.landing, at, i, n_landed)
-            clear_rows(memory.v, i, start - i * ROWS, stop - i * ROWS, ROWS, BUILD.value_dim)
+            n_landed = land(descs.k, memory.k, memory.landing, at, ring + i, n_landed)
+            clear_rows(memory.k, ring + i, start - i * ROWS, stop - i * ROWS, ROWS, BUILD.dim)
+            n_landed = land(descs.v, memory.v, memory.landing, at, ring + i, n_landed)
+            clear_rows(memory.v, ring + i, start - i * ROWS, stop - i * ROWS, ROWS, BUILD.value_dim)
         fence_async_shared()
         mbarrier.arrive(full, count=1)
     else:
         mbarrier.expect(full, TILES * (descs.k.block_type.nbytes + descs.v.block_type.nbytes))
         for i in gl.static_range(TILES):
             at = [seq.batch, tile.kv_head, seq.k_first + n0 + i * ROWS, 0]
-            tma_load(descs.k, at, full, memory.k.index(i))
-            tma_load(descs.v, at, full, memory.v.index(i))
+            tma_load(descs.k, at, full, memory.k.index(ring + i))
+            tma_load(descs.v, at, full, memory.v.index(ring + i))
     return n_landed
 
 

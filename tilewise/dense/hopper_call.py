@@ -13,7 +13,13 @@ from ..core.mask import UNBOUNDED
 from ..kernels.launch import compiler_options, relaunch
 from ..kernels.structs import Operand, Statistics, absent, code
 from . import hopper_forward, hopper_producer
-from .hopper_config import ForwardConfig, forward_config, product_dim, tile_dim
+from .hopper_config import (
+    ForwardConfig,
+    forward_config,
+    has_short_tiles,
+    product_dim,
+    tile_dim,
+)
 from .hopper_descriptors import describe, described_as, one_key, spread, tile_layout
 from .hopper_producer import HopperBuild, SpanBuild, Tickets
 from .piece import Result, new_remainder
@@ -39,7 +45,10 @@ class Forward:
         q = call.tensors[0]
         (B, M, H, D), self._E = q.shape, call.piece.v.shape[-1]
         dims = tile_dim(D), tile_dim(self._E)
-        config = forward_config(*dims, q.dtype)._replace(**overrides)
+        band = call.band
+        is_uneven = band is not None and (band.left < UNBOUNDED or band.right < UNBOUNDED)
+        is_short = has_short_tiles(M, is_uneven=is_uneven)
+        config = forward_config(*dims, q.dtype, is_short=is_short)._replace(**overrides)
         self._is_staged = out_dtype == q.dtype
         self._config = config
         plan = call.plan_rows(config.launch)
@@ -49,8 +58,6 @@ class Forward:
         self._out_shape, self._lse_shape = (B, M, H, E), (B, H, M)
         self._out_strides = M * H * E, H * E, E
         self._build = _build(call, config, dims, self._is_staged)
-        band = call.band
-        is_uneven = band is not None and (band.left < UNBOUNDED or band.right < UNBOUNDED)
         kv_bytes = max(1, call.N) * sum(dims) * q.element_size() * call.G // H or 1
         n_heads = H if call.place_kind in (PACKED, DOCUMENTS) else B * H
         # Wide heads have long tiles, so that the last ones must be evened out over more heads: 796

@@ -1,4 +1,5 @@
-"""How the hopper kernels are built, by table: dtype and head dims; never by length."""
+"""How the hopper kernels are built, by table: dtype and head dims, and in one place whether there
+are few rows. Nothing is tried out."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ class BackwardConfig(NamedTuple):
     """See `hopper_backward_common.BackwardBuild`."""
 
     launch: Config
+    key_slots: int
     slots: int
     keeps_keys: bool
     keeps_values: bool
@@ -60,15 +62,43 @@ def product_dim(dim: int) -> int:
     return 192 if 128 < dim <= 192 else tile_dim(dim)
 
 
-def forward_config(dim: int, value_dim: int, dtype: torch.dtype) -> ForwardConfig:
-    """dim, value_dim: head dims as tiles hold them."""
+# Of the tiles of narrow heads.
+_TALL, _SHORT = 192, 128
+# Up to so many rows tiles are short where a diagonal cuts them.
+_FEW_ROWS = 1024
+
+
+def has_short_tiles(rows: int, *, is_uneven: bool) -> bool:
+    """Of narrow heads: whether tiles of 128 rows take less time than tiles of 192, of which a row
+    costs a sixth less. is_uneven: rows see different keys, so that a diagonal cuts tiles.
+
+    From 192 to 3072 rows, 16384 in all (H200, Triton 3.6, 2026-12-01): of 512 rows 190 against 217
+    us full, 145 against 174 us causal; of 384 rows 154 against 135 us full; of 1536 rows 421
+    against 359 us full, 267 against 259 us causal.
+    """
+    if is_uneven:
+        return rows <= _FEW_ROWS
+    tall, short = (-(-rows // tile) * tile for tile in (_TALL, _SHORT))
+    return tall > 1.1 * short
+
+
+def forward_config(
+    dim: int, value_dim: int, dtype: torch.dtype, *, is_short: bool = False
+) -> ForwardConfig:
+    """dim, value_dim: head dims as tiles hold them. is_short: see `has_short_tiles`."""
     # Sums of bf16 P have an exponent's whole range. Those of fp16 P stay below 2^16.
     room, log2_limit = (30.0, 40) if dtype == torch.bfloat16 else (0.0, 15)
     width, shares_q = max(dim, value_dim), dim == value_dim
     if width <= 64:
+        if is_short:
+            most, registers = _TWO
+            return ForwardConfig(
+                Config(_SHORT, 128, 4, 1, most), 2, 2, 2, False, False, False, room, log2_limit,
+                registers,
+            )  # fmt: skip
         most, registers = _THREE
         return ForwardConfig(
-            Config(192, 128, 4, 1, most), 3, 3, 3, True, True, False, room, log2_limit, registers
+            Config(_TALL, 128, 4, 1, most), 3, 3, 3, True, True, False, room, log2_limit, registers
         )
     most, registers = _TWO
     if width <= 128:
@@ -87,14 +117,16 @@ def backward_config(dim: int, value_dim: int, *, has_dq: bool) -> BackwardConfig
     width = max(dim, value_dim)
     if width <= 64:
         if not has_dq:
-            return BackwardConfig(launch, 3, True, True, False, False, registers)
+            return BackwardConfig(launch, 2, 3, True, True, False, False, registers)
         # Of a third group 72: with 8 more or less of a consumer's, ptxas puts all products one
         # after the other.
         most, _ = _THREE
-        return BackwardConfig(Config(64, 128, 4, 1, most), 3, True, True, False, True, (208, 24))
+        return BackwardConfig(Config(64, 128, 4, 1, most), 2, 3, True, True, False, True, (208, 24))
     if width <= 128:
-        return BackwardConfig(launch, 2, False, False, False, False, registers)
-    return BackwardConfig(Config(64, 64, 4, 1, most), 2, False, False, True, False, registers)
+        # Of a second tile's keys there is room where no dS is.
+        key_slots = 1 if has_dq else 2
+        return BackwardConfig(launch, key_slots, 2, False, False, False, False, registers)
+    return BackwardConfig(Config(64, 64, 4, 1, most), 1, 2, False, False, True, False, registers)
 
 
 def query_config(dim: int, value_dim: int) -> QueryConfig:
@@ -103,3 +135,10 @@ def query_config(dim: int, value_dim: int) -> QueryConfig:
     width = max(dim, value_dim)
     slots = (4, 4) if width <= 128 else (2, 2) if dim + value_dim < 512 else (2, 1)
     return QueryConfig(Config(128, 64, 4, 1, most), *slots, (240, 24))
+
+
+def prepare_config(value_dim: int) -> Config:
+    """Of what comes before a backward. value_dim: as tiles hold it."""
+    # So few registers that several programs wait for memory beside each other: of 335 MB 88 us
+    # instead of 128 at head dim 64, 90 instead of 116 at 128 (H200, Triton 3.6, 2026-12-01).
+    return Config(64, 0, 8, 1, {64: 40, 128: 64}.get(value_dim, 0))

@@ -57,6 +57,7 @@ from .hopper_fresh import fresh_sequence, fresh_statistics
 from .hopper_producer import (
     ROWS,
     Rings,
+    _receive,
     count_everyone,
     first_columns,
     load_partition,
@@ -161,12 +162,6 @@ def _mma_partition(
         if ID == 0:
             barrier_sync(turn_barrier(BUILD), 2 * _THREADS, 4)
     tma_store_wait(0)
-
-
-@gluon.jit
-def _receive(mail, FIELD: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.sum(mail.index(FIELD).load(LAYOUT), 0)
 
 
 @gluon.jit

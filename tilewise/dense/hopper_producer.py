@@ -290,6 +290,13 @@ def _send(mail, index, h, tile):
 
 
 @gluon.jit
+def _receive(mail, field):
+    """What a warp group reads in the mail."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.sum(mail.index(field).load(LAYOUT), 0)
+
+
+@gluon.jit
 def _load_k(desc, rings, iteration, batch, head, row, BUILD: gl.constexpr):
     slot = iteration % BUILD.k_slots
     if iteration >= BUILD.k_slots:

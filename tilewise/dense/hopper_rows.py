@@ -69,6 +69,9 @@ def _attention_bwd_hopper_prepare_kernel(
     columns of dQ there, 0 where it is not added up in a buffer."""
     begin_next()
     seq, h, m0, number = _locate(place, PLACE)
+    if DIM > 0:
+        cells = buffer_ptr + number * (_BLOCK * DIM) + tl.arange(0, _BLOCK * DIM)
+        tl.store(cells, tl.zeros((_BLOCK * DIM,), tl.float32))
     r = tl.arange(0, _BLOCK)
     used, first = m0 + r < seq.q_used, seq.q_first + m0
     delta = tl.zeros((_BLOCK,), tl.float32)
@@ -90,9 +93,6 @@ def _attention_bwd_hopper_prepare_kernel(
     numbers = rows_ptr + number * (2 * _BLOCK) + number_of_row(r)
     tl.store(numbers, tl.where(is_empty, float("inf"), row_lse * LOG2_E))
     tl.store(numbers + _BLOCK, tl.where(is_empty, 0.0, delta))
-    if DIM > 0:
-        cells = buffer_ptr + number * (_BLOCK * DIM) + tl.arange(0, _BLOCK * DIM)
-        tl.store(cells, tl.zeros((_BLOCK * DIM,), tl.float32))
 
 
 @triton.jit
@@ -106,10 +106,11 @@ def _attention_bwd_hopper_finish_kernel(
     seq, h, m0, number = _locate(place, PLACE)
     r = tl.arange(0, _BLOCK)[:, None]
     column = tl.arange(0, DIM)[None, :]
-    c = column % (DIM // 2)
-    half = (column // (DIM // 2)) * (_BLOCK * DIM // 2)
-    in_group = r // 16 * 128 + r % 8 * 16 + c % 8 // 2 * 4 + r // 8 % 2 * 2 + c % 2
-    x = tl.load(buffer_ptr + number * (_BLOCK * DIM) + half + c // 8 * 512 + in_group) * scale
+    x = tl.load(buffer_ptr + number * (_BLOCK * DIM) + tl.arange(0, _BLOCK * DIM)) * scale
+    if not ADD:
+        x = x.to(dq.ptr.dtype.element_ty)
+    x = tl.reshape(x, (2, DIM // 16, 4, 8, 4, 2, 2))
+    x = tl.reshape(tl.permute(x, (2, 5, 3, 0, 1, 4, 6)), (_BLOCK, DIM))
     ptrs = row_base(dq, seq.batch, seq.q_first + m0, h) + r.to(tl.int64) * dq.stride_m + column
     mask = (m0 + r < seq.q_stored) & (column < COLUMNS)
     if ADD:
