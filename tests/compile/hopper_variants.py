@@ -191,7 +191,7 @@ BACKWARD_VARIANTS = [
     _backward("D 128, E 64", 128, (16, 32), E=64),
     _backward("padding D 128", 128, (160, 48), mask=_PADDED["mask"]),
     _backward("packed D 64", 64, (40, 104), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
-    _backward("packed D 128", 128, (144, 40), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
+    _backward("packed D 128", 128, (152, 40), op=tw.attention_varlen, mask=tw.causal(), **_PACKED),
     BackwardVariant("into fp32 buffers D 64", _into_buffers(64), (24, 104), has_queries=True),
     BackwardVariant("into fp32 buffers D 128", _into_buffers(128), (128, 40)),
     _backward("documents", 128, (160, 40), mask=tw.window(30, 0) & tw.documents(_LENGTHS)),

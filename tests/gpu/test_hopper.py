@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -216,15 +217,22 @@ def test_a_row_of_nan_stays_alone(D: int) -> None:
 # ---------------------------------------------------------------- tall tiles, whatever the rows
 
 
-@pytest.fixture
-def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Those that narrow heads of many rows have."""
+@contextmanager
+def tiles(*, are_short: bool) -> Iterator[None]:
+    """Those of narrow heads, whatever the rows."""
     from tilewise.dense import hopper_call
 
-    monkeypatch.setattr(hopper_call, "has_short_tiles", lambda rows, *, is_uneven: False)
     warm._kept.clear()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_call, "has_short_tiles", lambda rows, *, is_uneven: are_short)
+        yield
     warm._kept.clear()
+
+
+@pytest.fixture
+def tall_tiles() -> Iterator[None]:
+    with tiles(are_short=False):
+        yield
 
 
 @pytest.mark.usefixtures("tall_tiles")
@@ -459,9 +467,14 @@ PACKED_MASKS = {"full": tw.full(), "causal": tw.causal(), "window": tw.window(40
 
 
 @pytest.mark.parametrize("name", PACKED_MASKS)
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_a_document_is_what_it_is_alone(D: int, name: str) -> None:
-    """To the bit, whatever stands in other documents and in rows of none."""
+@pytest.mark.parametrize(("D", "are_short"), [(64, False), (64, True), (128, False), (256, False)])
+def test_a_document_is_what_it_is_alone(D: int, are_short: bool, name: str) -> None:
+    """To the bit by tiles of one size, whatever stands in other documents and in rows of none."""
+    with tiles(are_short=are_short):
+        _check_documents_alone(D, name)
+
+
+def _check_documents_alone(D: int, name: str) -> None:
     mask = PACKED_MASKS[name]
     q, k, v = packed(D, 1400, 1500)
     lengths = {"cu_seqlens_q": ints(*CU_Q), "cu_seqlens_k": ints(*CU_K)}

@@ -34,7 +34,8 @@ Barriers:
     keys_free: all are done with K, so that dK may be staged there; V is read by its owner alone.
     keys_empty [slot]: dK and dV have left from there, so that another tile's keys may come.
 Slots of rows are counted over all tiles of a program, with the one more of each; places of dS too,
-without it. Where there are two slots of keys, the next tile's come while one is worked on.
+without it. Where there are two slots of keys, the next tile's come while one is worked on; where
+there is one, the next tile's first rows come while dK and dV leave.
 """
 
 from __future__ import annotations

@@ -115,6 +115,17 @@ class Tile(NamedTuple):
 MAIL_FIELDS = gl.constexpr(16)
 
 
+class Rows(NamedTuple):
+    """What a producer knows of a tile's rows: the first and the last of the sequence that see
+    anything (others may be NaN, and become 0), the group's first head, and how many blocks the
+    program had before."""
+
+    first: Any
+    last: Any
+    head: Any
+    before: Any
+
+
 class Work(NamedTuple):
     """What a program visits: for each of the group's heads n_blocks blocks of rows, from number
     `begin` of the sequence on, of which those from `head` on need no test, n_whole of them.
@@ -185,7 +196,12 @@ def number_of(work, head, i):
 def load_partition(descs, memory, call, tile, BUILD: gl.constexpr):
     """Of a program of one tile."""
     work = find_work(call, tile, BUILD)
-    _load_tile(descs, memory, call, tile, work, 0, 0, gl.to_tensor(0), BUILD)
+    seq, rows, keys = _find_edges(call, tile, 0, BUILD)
+    n_landed = _load_keys(descs, memory, seq, tile, 0, keys, gl.to_tensor(0), BUILD)
+    # The numbers of rows. K and V were there before.
+    wait_for_last()
+    zero = gl.to_tensor(0)
+    _load_rows(descs, memory, seq, work, rows, 0, work.n_all + 1, n_landed, zero, zero, BUILD)
 
 
 @gluon.jit
@@ -199,9 +215,7 @@ def load_tiles_partition(descs, memory, call, heads, BUILD: gl.constexpr):
         index, kv_head, number = locate(call.place, heads, ticket, FIRST_K_TILE, False, 1, BUILD)
         tile = Tile(index, kv_head, number, heads.n_blocks)
         work = find_work(call, tile, BUILD)
-        slot = _wait_for_keys_slot(memory, n_tiles, BUILD)
-        _send_tile(memory.mail, slot, tile, work)
-        n_landed = _load_tile(descs, memory, call, tile, work, slot, n_uses, n_landed, BUILD)
+        n_landed = _load_tile(descs, memory, call, tile, work, n_tiles, n_uses, n_landed, BUILD)
         n_uses += work.n_all + 1
         n_tiles += 1
         ticket = _next_ticket(heads, BUILD)
@@ -228,39 +242,67 @@ def _wait_for_keys_slot(memory, n_tiles, BUILD: gl.constexpr):
 
 @gluon.jit
 def _load_tile(
-    descs, memory, call, tile, work, keys_at, n_uses, n_landed, BUILD: gl.constexpr
+    descs, memory, call, tile, work, n_tiles, n_uses, n_landed, BUILD: gl.constexpr
 ):  # fmt: skip
-    """keys_at: the slot of its keys. n_uses: blocks of rows that the program had, those that nobody
-    used included. n_landed: copies it waited for. Returns: n_landed."""
-    seq, n0 = sequence_of(call, tile, BUILD)
-    # Rows that see something and keys that something sees; others may be NaN, and become 0.
-    first_row = gl.maximum(seq.low - seq.right, 0)
-    last_row = gl.minimum(seq.q_used, seq.high - seq.left)
-    first_key = gl.maximum(seq.low, seq.left)
-    last_key = gl.minimum(seq.high, seq.q_used + seq.right)
-    n_landed = _load_keys(
-        descs, memory, seq, tile, keys_at, first_key - n0, last_key - n0, n_landed, BUILD
-    )
-    first_head = tile.kv_head * fresh_number(call.place.group, BUILD)
-    head, i = 0, 0
+    """n_tiles, n_uses: tiles and blocks of rows that the program had, those that nobody used
+    included. n_landed: copies it waited for. Returns: n_landed."""
+    seq, rows, keys = _find_edges(call, tile, n_uses, BUILD)
+    head, i, n_early = 0, 0, 0
+    if BUILD.key_slots == 1:
+        # The tile before is still being stored from where keys are to come: its successor's first
+        # rows come meanwhile.
+        if n_tiles > 0:
+            n_early = gl.minimum(work.n_all + 1, BUILD.slots)
+            n_landed, head, i = _load_rows(
+                descs, memory, seq, work, rows, 0, n_early, n_landed, head, i, BUILD
+            )
+    slot = _wait_for_keys_slot(memory, n_tiles, BUILD)
+    _send_tile(memory.mail, slot, tile, work)
+    n_landed = _load_keys(descs, memory, seq, tile, slot, keys, n_landed, BUILD)
     # The numbers of rows, and the zeros that dQ is added to. K and V were there before.
     wait_for_last()
-    for j in range(work.n_all + 1):
-        use = n_uses + j
+    n_landed, _, _ = _load_rows(
+        descs, memory, seq, work, rows, n_early, work.n_all + 1, n_landed, head, i, BUILD
+    )
+    return n_landed
+
+
+@gluon.jit
+def _find_edges(call, tile, n_uses, BUILD: gl.constexpr):
+    """Of a tile its sequence, `Rows`, and of its keys the first and the last that something sees;
+    others may be NaN, and become 0."""
+    seq, n0 = sequence_of(call, tile, BUILD)
+    rows = Rows(
+        gl.maximum(seq.low - seq.right, 0), gl.minimum(seq.q_used, seq.high - seq.left),
+        tile.kv_head * fresh_number(call.place.group, BUILD), n_uses,
+    )  # fmt: skip
+    first_key = gl.maximum(seq.low, seq.left)
+    last_key = gl.minimum(seq.high, seq.q_used + seq.right)
+    return seq, rows, (first_key - n0, last_key - n0)
+
+
+@gluon.jit
+def _load_rows(
+    descs, memory, seq, work, rows, begin, end, n_landed, head, i, BUILD: gl.constexpr
+):  # fmt: skip
+    """A tile's blocks from begin to end, of which the first is block i of a head. Returns:
+    n_landed, head and i after them."""
+    for j in range(begin, end):
+        use = rows.before + j
         slot = use % BUILD.slots
         if use >= BUILD.slots:
             mbarrier.wait(memory.empty.index(slot), (use // BUILD.slots - 1) & 1)
         m0 = (work.begin + i) * BLOCK_M
-        is_cut = m0 + BLOCK_M > last_row
+        is_cut = m0 + BLOCK_M > rows.last
         if BUILD.place < PACKED:
             # TMA itself fills up with zeros where storage ends.
-            is_cut = is_cut & (last_row < seq.q_stored)
-        is_cut = is_cut | (m0 < first_row)
-        at = [seq.batch, first_head + head, seq.q_first + m0, 0]
+            is_cut = is_cut & (rows.last < seq.q_stored)
+        is_cut = is_cut | (m0 < rows.first)
+        at = [seq.batch, rows.head + head, seq.q_first + m0, 0]
         full = memory.q_full.index(slot)
         rows_at = [number_of(work, head, i) * 2 * BLOCK_M]
         if is_cut:
-            start, stop = first_row - m0, last_row - m0
+            start, stop = rows.first - m0, rows.last - m0
             n_landed = land(descs.q, memory.q, memory.landing, at, slot, n_landed)
             clear_rows(memory.q, slot, start, stop, BLOCK_M, BUILD.dim)
             n_landed = land(descs.dout, memory.dout, memory.landing, at, slot, n_landed)
@@ -279,7 +321,7 @@ def _load_tile(
         # The one more that nobody uses is the last again.
         if j + 1 < work.n_all:
             head, i = next_block(work, head, i)
-    return n_landed
+    return n_landed, head, i
 
 
 @gluon.jit
@@ -330,10 +372,10 @@ def read_mail(memory, slot, blocks_of_head, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(
-    descs, memory, seq, tile, slot, start, stop, n_landed, BUILD: gl.constexpr
-):  # fmt: skip
-    """K and V, with zeros in the rows outside [start, stop). Returns: n_landed."""
+def _load_keys(descs, memory, seq, tile, slot, seen, n_landed, BUILD: gl.constexpr):
+    """K and V, with zeros in the rows outside of those seen: the first, the last. Returns:
+    n_landed."""
+    start, stop = seen
     n0 = tile.number * BUILD.span.block_n
     is_cut = stop < BUILD.span.block_n
     if BUILD.place < PACKED:
