@@ -112,8 +112,8 @@ class Case:
         )
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
-        """Where each document starts, and the end, int32."""
-        edges = [0, *accumulate(self.documents)]
+        """Where each document starts, and the end, int32; batch rows stand one after another."""
+        edges = [0, *accumulate(self.documents * self.B)]
         return torch.tensor(edges, dtype=torch.int32, device=device)
 
     def terms(self, device: torch.device) -> dict[str, Any]:

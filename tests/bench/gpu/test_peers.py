@@ -102,6 +102,16 @@ def test_flash_attention(flash_attn: dict[str, Any], name: str, case: Case) -> N
         assert module.calls[0]["cu_seqlens_q"].tolist() == [0, 20, 33, 40]
 
 
+def test_packed_documents_of_several_rows(flash_attn: dict[str, Any]) -> None:
+    """Packed, rows stand one after another, each with its documents."""
+    case = replace(DOCUMENTS, B=3)
+    starts = [row * 40 + start for row in range(3) for start in (0, 20, 33)]
+    assert case.cu_seqlens(CPU).tolist() == [*starts, 120]
+    ours = [peer for peer in find_roster(("auto", "tiled")).ours if peer.serves(case, CPU)]
+    for peer in (*ours, named(FA3), named(FA4)):
+        assert harness.verify(peer, case, CPU) == "", peer.name
+
+
 def test_what_flash_attention_is_not_asked(flash_attn: dict[str, Any]) -> None:
     third, fourth = named(FA3), named(FA4)
     wide = Case("causal", 64, D=80)
