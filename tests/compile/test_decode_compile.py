@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.compile.offline import TARGETS, compile_call, compiled_text, recorded
+from tests.compile.offline import TARGETS, compile_call, compiled_stage, recorded
 from tilewise.decode import choice, triton_call
 from tilewise.decode.config import SplitConfig, split_config
 
@@ -104,7 +104,7 @@ def test_rows_that_begin_anywhere_are_read_by_element(
     with recorded("sm_90") as launches:
         q = torch.zeros(2, 2, 7, D, dtype=BF16)
         tw.attention_with_cache(q, cache, mask=tw.causal(), backend="triton")
-    text = compiled_text(launches[0], "sm_90", "ptx")
+    text = compiled_stage(launches[0], "sm_90", "ptx")
     assert ("cp.async.cg.shared" in text or "cp.async.ca.shared" in text) == is_wide
 
 
@@ -157,7 +157,7 @@ def test_float8_is_read_from_shared_memory_by_matrices(storage: Any, monkeypatch
     monkeypatch.setattr(choice, "triton_problem", lambda device: "")
     with recorded("sm_90") as launches:
         attend(storage=storage)()
-    text = compiled_text(launches[0], "sm_90", "ptx")
+    text = compiled_stage(launches[0], "sm_90", "ptx")
     assert text.count("ldmatrix") >= 16
     # What is left are conditions.
     assert len(re.findall(r"ld\.shared\.[bsu]8", text)) < 8
