@@ -21,7 +21,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from tests.compile.instructions import read_instructions
+from tests.compile.sass import read_instructions
 from tilewise.dense import choice, hopper_call, warm
 from tilewise.kernels import launch as launching
 from tilewise.kernels.launch import Config, compiler_options

@@ -95,7 +95,7 @@ _BITS = tw.from_function(lambda b, h, m, n: (m + n) % 3 != 0)
 def _variants() -> list[Variant]:
     return [
         # What people run.
-        _variant("bf16 D 64", 64, "sm_90 gfx950", spills=_bound(0, 80, 0)),
+        _variant("bf16 D 64", 64, "sm_90", spills=_bound(0, 80, 0)),
         _variant("bf16 D 128", 128, "*", spills=_bound(0, 232, 0)),
         # On sm_90 what the forward keeps of a tile for the second part of O.
         _variant("bf16 D 256", 256, "sm_90 sm_100", spills=_bound(160, 144, 304)),
@@ -103,13 +103,13 @@ def _variants() -> list[Variant]:
         _variant("bf16 D 16", 16, "sm_90"),
         _variant("bf16 D 32", 32, "gfx942"),
         _variant("bf16 D 80", 80, "sm_90"),
-        _variant("bf16 D 96", 96, "sm_120"),
-        _variant("bf16 D 160", 160, "gfx950"),
+        _variant("bf16 D 96", 96, ""),
+        _variant("bf16 D 160", 160, ""),
         _variant("bf16 D 192", 192, ""),
         _variant("bf16 D 192, E 128", 192, "gfx942", E=128),
         _variant("fp16 D 128", 128, "sm_80", dtype=_FP16),
         _variant("fp32 D 64", 64, "sm_90 gfx942", dtype=_FP32),
-        _variant("fp32 D 128", 128, "sm_89", dtype=_FP32),
+        _variant("fp32 D 128", 128, "", dtype=_FP32),
         _variant("fp32 D 256", 256, "", dtype=_FP32),
         # Where keys and queries stand, and who sees whom.
         _variant("window, padding", 64, "sm_90",

@@ -1,7 +1,7 @@
 """What is looked for in the instructions of a binary for NVIDIA's GPUs, told by their bits.
 
 NVIDIA's own disassembler takes half a second a kernel, which was a sixth of the time of all tests
-here. The bits are the GPU's: no release of the tools changes them, and `test_instructions.py` holds
+here. The bits are the GPU's: no release of the tools changes them, and `test_sass.py` holds
 what is read here to what the disassembler says.
 """
 
