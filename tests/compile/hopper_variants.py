@@ -76,12 +76,14 @@ _PARTIAL: dict[str, Any] = {"op": tw.attention_partial, "out_dtype": _FP32}
 RARE = {
     "fp16 D 64", "fp16 D 256", "D 64, E 128", "D 96, E 256", "window D 64", "window D 256",
     "padding D 128", "packed D 64", "packed D 256", "softcap D 128", "softcap D 256", "ALiBi D 128",
-    "ALiBi D 256", "scale below 0", "packed fp32 partial",
+    "ALiBi D 256", "scale below 0", "packed fp32 partial", "window D 128", "packed D 128",
+    "softcap D 64", "fp32 partial D 64", "fp32 partial D 128", "learning D 128", "D 192",
+    "packed D 64, few rows", "padding D 64", "learning D 64", "learning D 256",
 }  # fmt: skip
 RARE_BACKWARD = {
     "causal D 64", "fp16 D 128", "D 128, E 64", "padding D 128", "packed D 64",
     "into fp32 buffers D 64", "ALiBi D 64", "packed D 256", "D 256, softcap, ALiBi",
-    "into fp32 buffers D 256",
+    "into fp32 buffers D 256", "documents",
 }  # fmt: skip
 
 HOPPER_VARIANTS = [

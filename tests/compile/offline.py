@@ -1,7 +1,7 @@
 """Compile the kernels that a call would launch, for a GPU that is not here, and read the result.
 
 A call runs on CPU tensors with its launches recorded instead of made; each record is then compiled
-as Triton would compile it, for any target, and the machine code is read with Triton's own tools.
+as Triton would compile it, for any target, and the machine code is read.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
+from tests.compile.sass import read_instructions
 from tilewise.dense import choice, hopper_call, warm
 from tilewise.kernels import launch as launching
 from tilewise.kernels.launch import Config, compiler_options
@@ -51,7 +52,6 @@ TARGETS = {
 }
 # Blackwell's tensor memory; a program that asks for more does not start.
 TENSOR_MEMORY_COLUMNS = 512
-_NVIDIA_MMA = ("UTCHMMA", "HGMMA", "HMMA")
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,11 @@ def compile_call(call: Callable[[], Any], architecture: str, part: str = "") -> 
     return list(found.values())
 
 
-def compiled_text(launch: Launch, architecture: str, stage: str) -> str:
-    """What a launch's kernel is at a stage of the compiler, such as ptx."""
+def compiled_stage(launch: Launch, architecture: str, stage: str) -> Any:
+    """What a launch's kernel is at a stage of the compiler: text, such as ptx, or a cubin."""
     _, source, options = _specialize(launch, architecture)
     compiled = triton.compile(source, target=TARGETS[architecture].gpu, options=options)
-    return str(compiled.asm[stage])
+    return compiled.asm[stage]
 
 
 def _specialize(launch: Launch, architecture: str) -> tuple[str, ASTSource, dict[str, Any]]:
@@ -165,19 +165,20 @@ def _compile(name: str, source: ASTSource, options: dict[str, Any], architecture
 
 
 def _read_nvidia(cubin: bytes) -> tuple[int, int, int, str]:
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = _output(tools / "cuobjdump", "-res-usage", file.name)
-        # No analysis of the data flow: it takes longer than the disassembly.
-        sass = _output(tools / "nvdisasm", "-c", "-ndf", file.name)
+        usage = nvidia_tool("cuobjdump", "-res-usage", file.name)
     registers, stack = (_number(rf"\b{name}:(\d+)", usage) for name in ("REG", "STACK"))
+    found = read_instructions(cubin)
     # A stack that nothing is stored to is not of spills.
-    is_local = re.search(r"\b(?:STL|LDL)\b", sass)
-    mma = next((name for name in _NVIDIA_MMA if re.search(rf"\b{name}\b", sass)), "")
-    waits = len(re.findall(r"\bWARPGROUP\.DEPBAR", sass))
-    return registers, stack if is_local else 0, waits, mma
+    return registers, stack if found.is_local else 0, found.waits, found.mma
+
+
+def nvidia_tool(name: str, *arguments: str) -> str:
+    """The output of a tool that Triton brings."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def _read_amd(text: str) -> tuple[int, int, int, str]:
@@ -185,10 +186,6 @@ def _read_amd(text: str) -> tuple[int, int, int, str]:
         _number(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count")
     )
     return registers, spills, 0, "MFMA" if "v_mfma" in text else ""
-
-
-def _output(*command: Any) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _number(pattern: str, text: str) -> int:

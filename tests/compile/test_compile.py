@@ -17,7 +17,7 @@ MULTIPLYING = LARGE | {"attention_bwd_row_sums", "attention_bwd_bias"}
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """By target, so that neighbours differ in size."""
     everything = metafunc.config.getoption("--all-targets", default=False)
-    if "target" in metafunc.fixturenames:
+    if "variant" in metafunc.fixturenames:
         pairs = [
             pytest.param(variant, target, id=f"{variant.name}-{target}")
             for target in TARGETS
@@ -51,6 +51,13 @@ def test_kernels_compile_and_fit(variant, target, record_property):
             assert x.mma == limit.mma, x
         if target == "sm_90" and x.name in variant.spills:
             assert x.spills <= variant.spills[x.name], x
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["packed", "documents"])
+def test_what_places_rows_compiles(name, target):
+    (call,) = (x.call for x in VARIANTS if x.name == name)
+    assert {x.spills for x in compile_call(call, target, "place_")} == {0}
 
 
 def test_variants_are_what_they_say():

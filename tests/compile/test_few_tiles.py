@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.compile.offline import compiled_text, recorded
+from tests.compile.offline import compiled_stage, recorded
 from tilewise.dense import triton_call
 from tilewise.kernels.structs import Build
 
@@ -36,7 +36,7 @@ def test_no_code_is_left_of_it_where_it_is_not(monkeypatch):
     """At head dim 64 the machine's code is that of a forward without it, and at 128 it is not."""
 
     def code(D):
-        text = compiled_text(launches(D, tw.causal())["attention_fwd"], "sm_90", "ptx")
+        text = compiled_stage(launches(D, tw.causal())["attention_fwd"], "sm_90", "ptx")
         return re.sub(r"//.*|\.loc.*", "", text)
 
     usual = {D: code(D) for D in (64, 128)}
