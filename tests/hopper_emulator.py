@@ -4,7 +4,8 @@ Gluon has no interpreter. Here every function that Triton would compile is run a
 stand-ins for what it calls: each warp specialised role is a thread, one of which runs at a time and
 gives way to another, drawn at random, wherever it could wait. Copies by TMA and products of warp
 groups happen as late as the protocol allows, and what a copy will overwrite holds NaN until then: a
-wait that is missing reads NaN, one that has no arrival is a deadlock, and both fail.
+wait that is missing reads NaN, one that has no arrival is a deadlock, and both fail. Where a launch
+begins before the end of the one before, what that one wrote is NaN too until it is waited for.
 
 What it knows of memory: a tile lies as panels of 64 columns, each with its rows one after the other
 (swizzles apart, which copies, products and `as_atoms` agree on). What it cannot tell is how fast
@@ -521,6 +522,25 @@ def _warpgroup_mma_wait(num_outstanding: int, deps: Sequence[Product]) -> Any:
     return made[0] if len(made) == 1 else tuple(made)
 
 
+def _wait_for_last() -> None:
+    """What the launch before wrote is there."""
+    _show(_PROGRAM.hidden)
+
+
+def _hide(written: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns: the tensors, which are NaN now (or a number that nothing is), and what they held."""
+    hidden = [(x, x.clone()) for x in written]
+    for x, _ in hidden:
+        x.fill_(float("nan") if x.is_floating_point() else -7)
+    return hidden
+
+
+def _show(hidden: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    while hidden:
+        x, content = hidden.pop()
+        x.copy_(content)
+
+
 def _flag_declare(name: str, some_int: Any) -> None:
     assert name not in _role().flags, "a register is declared twice"
     _role().flags[name] = 0
@@ -573,7 +593,7 @@ _STAND_INS: dict[str, Any] = {
     "tma_reduce_add": _tma_reduce_add,
     "tma_store": _tma_store,
     "tma_store_wait": _tma_store_wait,
-    "wait_for_last": lambda: None,
+    "wait_for_last": lambda: _wait_for_last(),
     "unpack_pairs": lambda x, dtype, layout, rows, cols: x,
     "warpgroup_mma": _warpgroup_mma,
     "warpgroup_mma_init": lambda x: x,
@@ -627,7 +647,8 @@ class _Layout:
     get_default_for = classmethod(lambda cls, *arguments: cls())
 
 
-_PROGRAM = SimpleNamespace(id=0, count=1)
+# hidden: what a program has to wait for, see `_hide`.
+_PROGRAM = SimpleNamespace(id=0, count=1, hidden=[])
 _LANGUAGE: dict[str, Any] = {
     "abs": torch.abs,
     "allocate_shared_memory": _allocate,
@@ -730,8 +751,10 @@ def emulate(
     seed: int = 0,
     *,
     is_strict: bool = False,
+    unfinished: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Run a grid of a kernel's programs, one after the other. is_strict: see `Machine`."""
+    """Run a grid of a kernel's programs, one after the other. is_strict: see `Machine`. unfinished:
+    what the launch before writes, which has not ended when a program begins."""
     global _machine
     given = [
         x if p.is_constexpr else _given(x) for p, x in zip(kernel.params, arguments, strict=True)
@@ -740,10 +763,25 @@ def emulate(
     for program in range(grid[0]):
         _PROGRAM.id, _PROGRAM.count = program, grid[0]
         _machine = Machine(seed * 1000 + program, is_strict)
+        hidden = _PROGRAM.hidden = _hide(unfinished)
         try:
             run(*given)
         finally:
             _machine = None
+            _show(hidden)
+
+
+def _tensors_of(x: Any) -> list[torch.Tensor]:
+    """Those that an argument holds."""
+    if isinstance(x, shim.TensorDescriptor):
+        return [x.base]
+    if isinstance(x, tuple):
+        return [tensor for item in x for tensor in _tensors_of(item)]
+    return [x] if isinstance(x, torch.Tensor) else []
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 @contextmanager
@@ -752,11 +790,18 @@ def emulated(
 ) -> Iterator[list[str]]:
     """Launches run here. skip: kernels that are not. Yields: the names of all."""
     names: list[str] = []
+    written: list[torch.Tensor] = []
 
     def run(kernel: Any, grid: tuple[int, ...], config: Any, arguments: Sequence[Any]) -> None:
         names.append(kernel.__name__)
+        unfinished = list(written) if config.begins_early else []
+        written.clear()
+        before = [(x, x.clone()) for x in _tensors_of(tuple(arguments))]
         if kernel.__name__ not in skip:
-            emulate(kernel, grid, arguments, seed, is_strict=is_strict)
+            emulate(
+                kernel, grid, arguments, seed, is_strict=is_strict, unfinished=unfinished
+            )  # fmt: skip
+        written.extend(x for x, content in before if _differ(x, content))
 
     was = launching._run
     launching._run = run

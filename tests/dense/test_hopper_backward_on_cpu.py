@@ -234,3 +234,39 @@ def test_any_order_of_roles_and_copies_gives_the_same_bits(D: int, heads: tuple[
     for seed in range(4):
         found = gradients(tensors, dout, seed, **options)
         assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("kernel", [KEYS, FINISH])
+def test_a_launch_that_begins_early_has_to_wait(
+    kernel: str, D: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the launch before writes is NaN until then, and so is what would come of it."""
+    from tests import hopper_emulator
+
+    x, dout = draw(1, 70, 200, (1, 1), D), normal(1, 70, 1, D, seed=9)
+    assert all(grad.isfinite().all() for grad in gradients(x, dout, D))
+    wait, emulate = hopper_emulator._wait_for_last, hopper_emulator.emulate
+
+    def emulate_hasty(launched: Any, *arguments: Any, **options: Any) -> None:
+        is_hasty = launched.__name__ == kernel
+        monkeypatch.setattr(
+            hopper_emulator, "_wait_for_last", (lambda: None) if is_hasty else wait
+        )  # fmt: skip
+        emulate(launched, *arguments, **options)
+
+    monkeypatch.setattr(hopper_emulator, "emulate", emulate_hasty)
+    assert any(grad.isnan().any() for grad in gradients(x, dout, D))
+
+
+@pytest.mark.parametrize("n_keys", [300, 1000])
+def test_a_counter_is_left_as_it_was(n_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of one stream share it. Of 300 keys each tile has its program."""
+    from tilewise.dense import hopper_call
+
+    counter = torch.zeros(4, dtype=torch.int32)
+    monkeypatch.setattr(hopper_call, "_counter", lambda device: counter)
+    x, dout = draw(1, 70, n_keys, (1, 1), 64), normal(1, 70, 1, 64, seed=9)
+    expected = gradients(x, dout, 1)
+    assert not counter.any()
+    assert all(map(torch.equal, gradients(x, dout, 1), expected)) and not counter.any()
