@@ -44,12 +44,10 @@ def _variant(
     has_start: bool = False, has_few_rows: bool = False, **options: Any,
 ) -> HopperVariant:  # fmt: skip
     is_packed, is_tall = "cu_seqlens_q" in options, max(D, E or D) <= 64 and not has_few_rows
-    if is_packed and is_tall:
-        options["max_seqlen_q"] = MANY_ROWS
 
     def call() -> Any:
         batch = () if is_packed else (2,)
-        rows = MANY_ROWS if is_tall and not is_packed else M
+        rows = MANY_ROWS if is_tall else M
         shapes = ((rows, 4, D), (N, G, D), (N, G, E or D))
         tensors = (torch.zeros(*batch, *shape, dtype=dtype) for shape in shapes)
         return op(*tensors, backend="hopper", **options)

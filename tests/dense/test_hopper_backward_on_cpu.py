@@ -94,7 +94,7 @@ class Call:
         return f"M {self.M}, N {self.N}, heads {self.heads}"
 
 
-# Blocks of rows that a program visits: 0, 1, 2, ..., of one head and of several.
+# Blocks of rows that a tile visits: 0, 1, 2, ..., of one head and of several.
 CALLS = (
     Call(1, 129, (3, 1), tw.causal()),
     Call(63, 200, dtype=FP16),

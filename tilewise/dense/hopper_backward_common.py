@@ -1,7 +1,7 @@
 """What the kernels of the hopper backward share: where a program's keys are, its producer, scores.
 
-Dims: a program owns `block_n` keys of one kv head and visits blocks of `block_m` query rows, head
-    after head of the group. Keys come in tiles of 64, as many as a warp group multiplies.
+Dims: a tile is `block_n` keys of one kv head; who owns it visits blocks of `block_m` query rows,
+    head after head of the group. Keys come in tiles of 64, as many as a warp group multiplies.
 """
 
 from __future__ import annotations
@@ -111,14 +111,14 @@ class Tile(NamedTuple):
     blocks_of_head: Any
 
 
-# Numbers in the mail: a tile's three, and six of its work.
+# Room for the numbers in the mail, a tile's three and six of its work: a power of two.
 MAIL_FIELDS = gl.constexpr(16)
 
 
 class Rows(NamedTuple):
-    """What a producer knows of a tile's rows: the first and the last of the sequence that see
-    anything (others may be NaN, and become 0), the group's first head, and how many blocks the
-    program had before."""
+    """What a producer knows of a tile's rows: from `first` to before `last` they see anything
+    (others may be NaN, and become 0); the group's first head; how many blocks the program had
+    before, those that nobody used included."""
 
     first: Any
     last: Any

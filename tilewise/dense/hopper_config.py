@@ -70,11 +70,12 @@ _FEW_ROWS = 1024
 
 def has_short_tiles(rows: int, *, is_uneven: bool) -> bool:
     """Of narrow heads: whether tiles of 128 rows take less time than tiles of 192, of which a row
-    costs a sixth less. is_uneven: rows see different keys, so that a diagonal cuts tiles.
+    that is not cut off costs less. rows: of a sequence, of a packed call all. is_uneven: rows see
+    different keys, so that a diagonal cuts tiles.
 
-    From 192 to 3072 rows, 16384 in all (H200, Triton 3.6, 2026-12-01): of 512 rows 190 against 217
-    us full, 145 against 174 us causal; of 384 rows 154 against 135 us full; of 1536 rows 421
-    against 359 us full, 267 against 259 us causal.
+    Tiles of 128 and of 192, 16384 rows in all (H200, Triton 3.6, 2026-12-01; stored as
+    hopper-steps): of 384 rows 154 and 135 us full, 128 and 140 causal; of 512 rows 191 and 217
+    full; of 1024 rows 322 and 353 full; of 1536 rows 421 and 359 full, 267 and 259 causal.
     """
     if is_uneven:
         return rows <= _FEW_ROWS
@@ -139,6 +140,7 @@ def query_config(dim: int, value_dim: int) -> QueryConfig:
 
 def prepare_config(value_dim: int) -> Config:
     """Of what comes before a backward. value_dim: as tiles hold it."""
-    # So few registers that several programs wait for memory beside each other: of 335 MB 88 us
-    # instead of 128 at head dim 64, 90 instead of 116 at 128 (H200, Triton 3.6, 2026-12-01).
+    # So few registers that several programs wait for memory beside each other: a backward of 512
+    # causal rows takes 31 us less at head dim 64 than with as many as the compiler asks for, 10 at
+    # 128 (H200, Triton 3.6, 2026-12-01; stored as hopper-steps).
     return Config(64, 0, 8, 1, {64: 40, 128: 64}.get(value_dim, 0))
