@@ -225,8 +225,10 @@ def tiles(*, are_short: bool) -> Iterator[None]:
     warm._kept.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_call, "has_short_tiles", lambda rows, *, is_uneven: are_short)
-        yield
-    warm._kept.clear()
+        try:
+            yield
+        finally:
+            warm._kept.clear()
 
 
 @pytest.fixture

@@ -64,13 +64,13 @@ from .hopper_backward_common import (
     MAIL_FIELDS,
     Descriptors,
     has_tile,
-    keys_slot,
     load_tiles_partition,
     next_block,
     number_of,
     probabilities,
     read_mail,
     sequence_of,
+    slot_of,
 )
 from .hopper_producer import ROWS
 from .hopper_products import (
@@ -151,7 +151,7 @@ def _own_tile(
     before. Returns: n_blocks with this tile's."""
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
-    keys_at, _ = keys_slot(n_tiles, BUILD)
+    keys_at, _ = slot_of(n_tiles, BUILD.key_slots)
     _, work = read_mail(memory, keys_at, blocks_of_head, BUILD)
     end = n_blocks + work.n_all
     dk = gl.zeros([ROWS, DIM], gl.float32, accumulator(DIM))
@@ -160,7 +160,7 @@ def _own_tile(
     first_keys = keys_at * _N_CONSUMERS
     k_own = _own_keys(memory.k, first_keys, ID, DIM, BUILD.keeps_keys)
     v_own = _own_keys(memory.v, first_keys, ID, VALUE_DIM, BUILD.keeps_values)
-    slot, phase = _slot_of(n_blocks + n_tiles, BUILD)
+    slot, phase = slot_of(n_blocks + n_tiles, BUILD.slots)
     mbarrier.wait(memory.q_full.index(slot), phase)
     s = issue_product(k_own, memory.q, slot, DIM)
     head, i = 0, 0
@@ -187,7 +187,7 @@ def _own_tile(
                 BUILD,
             )  # fmt: skip
     # The rows that nobody used: what comes where they are must not overtake them.
-    slot, phase = _slot_of(end + n_tiles, BUILD)
+    slot, phase = slot_of(end + n_tiles, BUILD.slots)
     mbarrier.wait(memory.do_full.index(slot), phase)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
     mbarrier.arrive(memory.empty.index(slot), count=1)
@@ -212,12 +212,6 @@ def _own_tile(
 
 
 @gluon.jit
-def _slot_of(use, BUILD: gl.constexpr):
-    """Slot and phase of the rows that are the program's number `use`."""
-    return use % BUILD.slots, (use // BUILD.slots) & 1
-
-
-@gluon.jit
 def _zero(j):
     """0, but the compiler does not know: it would move descriptors of shared memory out of the
     loop, and then spill them."""
@@ -234,8 +228,8 @@ def _visit(
     DIM: gl.constexpr = BUILD.dim
     VALUE_DIM: gl.constexpr = BUILD.value_dim
     DTYPE: gl.constexpr = memory.q.dtype
-    slot, phase = _slot_of(j + n_tiles, BUILD)
-    keys_at, _ = keys_slot(n_tiles, BUILD)
+    slot, phase = slot_of(j + n_tiles, BUILD.slots)
+    keys_at, _ = slot_of(n_tiles, BUILD.key_slots)
     first_keys = keys_at * _N_CONSUMERS + _zero(j)
     if not BUILD.keeps_values:
         v_own = _own_keys(memory.v, first_keys, ID, VALUE_DIM, False)
@@ -257,7 +251,7 @@ def _visit(
         _share_ds(memory, ds, j, ID, BUILD)
     left = gl.convert_layout(ds, left_operand(DIM))
     dk = warpgroup_mma(left, tile_at(memory.q, slot, BLOCK_M, DIM), dk, is_async=True)
-    next_slot, next_phase = _slot_of(j + n_tiles + 1, BUILD)
+    next_slot, next_phase = slot_of(j + n_tiles + 1, BUILD.slots)
     # An accumulator in flight around the loop makes ptxas wait after every product.
     mbarrier.wait(memory.q_full.index(next_slot), next_phase)
     s = issue_product(k_own, memory.q, next_slot, DIM)
@@ -314,8 +308,8 @@ def _visit_in_turn(
     VALUE_DIM: gl.constexpr = BUILD.value_dim
     DTYPE: gl.constexpr = memory.q.dtype
     COLUMN: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_M))
-    slot, _ = _slot_of(j + n_tiles, BUILD)
-    keys_at, _ = keys_slot(n_tiles, BUILD)
+    slot, _ = slot_of(j + n_tiles, BUILD.slots)
+    keys_at, _ = slot_of(n_tiles, BUILD.key_slots)
     first_keys = keys_at * _N_CONSUMERS + _zero(j)
     if not BUILD.keeps_values:
         v_own = _own_keys(memory.v, first_keys, ID, VALUE_DIM, False)
@@ -352,7 +346,7 @@ def _visit_in_turn(
         mbarrier.arrive(memory.ds_free.index(last % PLACES), count=1)
     dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
     mbarrier.arrive(memory.empty.index(slot), count=1)
-    next_slot, next_phase = _slot_of(j + n_tiles + 1, BUILD)
+    next_slot, next_phase = slot_of(j + n_tiles + 1, BUILD.slots)
     mbarrier.wait(memory.q_full.index(next_slot), next_phase)
     s = issue_product(k_own, memory.q, next_slot, DIM)
     # Before dP, which takes the registers.
@@ -370,7 +364,7 @@ def _visit_in_turn(
 @gluon.jit
 def _add_last_dq(descs, memory, last, n_tiles, number, ID: gl.constexpr, BUILD: gl.constexpr):
     """dQ of a tile's last block, `last` in the program's count."""
-    keys_at, _ = keys_slot(n_tiles, BUILD)
+    keys_at, _ = slot_of(n_tiles, BUILD.key_slots)
     COLUMNS: gl.constexpr = BUILD.dq_columns
     PLACES: gl.constexpr = ds_places(BUILD)
     mbarrier.wait(memory.ds_full.index(last % PLACES), (last // PLACES) & 1)
@@ -434,7 +428,7 @@ def _add_dq(descs, memory, blocks_of_head, n_tiles, n_blocks, BUILD: gl.constexp
     n_tiles, n_blocks: those before. Returns: n_blocks with this tile's."""
     DIM: gl.constexpr = BUILD.dim
     PLACES: gl.constexpr = ds_places(BUILD)
-    keys_at, _ = keys_slot(n_tiles, BUILD)
+    keys_at, _ = slot_of(n_tiles, BUILD.key_slots)
     _, work = read_mail(memory, keys_at, blocks_of_head, BUILD)
     end = n_blocks + work.n_all
     head, i = 0, 0

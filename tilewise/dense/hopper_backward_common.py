@@ -219,7 +219,7 @@ def load_tiles_partition(descs, memory, call, heads, BUILD: gl.constexpr):
         n_uses += work.n_all + 1
         n_tiles += 1
         ticket = _next_ticket(heads, BUILD)
-    slot = _wait_for_keys_slot(memory, n_tiles, BUILD)
+    slot = _wait_for_slot(memory.keys_empty, n_tiles, BUILD.key_slots)
     _send_end(memory.mail, slot)
     mbarrier.arrive(memory.keys_full.index(slot), count=1)
     if n_all > gl.num_programs(0):
@@ -227,16 +227,17 @@ def load_tiles_partition(descs, memory, call, heads, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def keys_slot(n_tiles, BUILD: gl.constexpr):
-    """Slot and phase of the keys of a program's tile, before which it had n_tiles."""
-    return n_tiles % BUILD.key_slots, (n_tiles // BUILD.key_slots) & 1
+def slot_of(use, SLOTS: gl.constexpr):
+    """Slot and phase of what was put into a ring after `use` others."""
+    return use % SLOTS, (use // SLOTS) & 1
 
 
 @gluon.jit
-def _wait_for_keys_slot(memory, n_tiles, BUILD: gl.constexpr):
-    slot, phase = keys_slot(n_tiles, BUILD)
-    if n_tiles >= BUILD.key_slots:
-        mbarrier.wait(memory.keys_empty.index(slot), phase ^ 1)
+def _wait_for_slot(empty, use, SLOTS: gl.constexpr):
+    """Until nobody needs what was there before. Returns: the slot."""
+    slot, phase = slot_of(use, SLOTS)
+    if use >= SLOTS:
+        mbarrier.wait(empty.index(slot), phase ^ 1)
     return slot
 
 
@@ -256,7 +257,7 @@ def _load_tile(
             n_landed, head, i = _load_rows(
                 descs, memory, seq, work, rows, 0, n_early, n_landed, head, i, BUILD
             )
-    slot = _wait_for_keys_slot(memory, n_tiles, BUILD)
+    slot = _wait_for_slot(memory.keys_empty, n_tiles, BUILD.key_slots)
     _send_tile(memory.mail, slot, tile, work)
     n_landed = _load_keys(descs, memory, seq, tile, slot, keys, n_landed, BUILD)
     # The numbers of rows, and the zeros that dQ is added to. K and V were there before.
@@ -289,9 +290,7 @@ def _load_rows(
     n_landed, head and i after them."""
     for j in range(begin, end):
         use = rows.before + j
-        slot = use % BUILD.slots
-        if use >= BUILD.slots:
-            mbarrier.wait(memory.empty.index(slot), (use // BUILD.slots - 1) & 1)
+        slot = _wait_for_slot(memory.empty, use, BUILD.slots)
         m0 = (work.begin + i) * BLOCK_M
         is_cut = m0 + BLOCK_M > rows.last
         if BUILD.place < PACKED:
@@ -350,7 +349,7 @@ def _send_end(mail, slot):
 @gluon.jit
 def has_tile(memory, n_tiles, BUILD: gl.constexpr):
     """Waits for the keys of a program's next tile, or to hear that there is none; which it is."""
-    slot, phase = keys_slot(n_tiles, BUILD)
+    slot, phase = slot_of(n_tiles, BUILD.key_slots)
     mbarrier.wait(memory.keys_full.index(slot), phase)
     return _receive(memory.mail, slot * MAIL_FIELDS) >= 0
 
